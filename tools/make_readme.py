@@ -1,0 +1,90 @@
+"""Make README.md from nbs/index.ipynb: `python tools/make_readme.py`, or with --check only say whether they agree."""
+
+import json
+import re
+import sys
+from configparser import ConfigParser
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+INDEX = ROOT / "nbs" / "index.ipynb"
+README = ROOT / "README.md"
+NOTE = "<!-- Made from nbs/index.ipynb by tools/make_readme.py: edit the notebook, then run the tool. -->"
+HIDDEN = {"hide", "export", "exporti", "default_exp"}
+
+
+def repository_url() -> str:
+    """Where a file of the repository is seen on the web, without its path."""
+    config = ConfigParser(delimiters=("=",), interpolation=None)
+    config.read(ROOT / "settings.ini", encoding="utf-8")
+    return config["DEFAULT"]["git_url"] + "/blob/main/"
+
+
+def repository_path(target: str) -> str:
+    """A link target as index.ipynb has it (relative to nbs/, or a web address) as a path from the repository's root."""
+    if target.startswith(repository_url()):
+        return target[len(repository_url()):]
+    if re.match(r"[a-z]+:|#", target):
+        return target
+    return f"nbs/{target}"
+
+
+def localise(markdown: str) -> str:
+    """Markdown with every link and image pointing from the repository's root; fenced blocks stay as they are."""
+    link = re.compile(r"(\]\()([^()\s]+)(\))")
+    blocks = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
+    return "".join(
+        block if block.startswith("```") else link.sub(lambda m: m[1] + repository_path(m[2]) + m[3], block)
+        for block in blocks
+    )
+
+
+def directives(source: str) -> dict[str, str]:
+    """The `#| name: value` lines that open a code cell."""
+    lines = re.findall(r"^#\|\s*([\w-]+):?[ \t]*(.*)$", source, flags=re.MULTILINE)
+    return {name: value.strip() for name, value in lines}
+
+
+def output_markdown(output: dict) -> str:
+    """One output of a code cell: Markdown as it is, text in a fence. Pictures belong in nbs/images."""
+    if output["output_type"] == "stream":
+        return "```\n" + "".join(output["text"]).rstrip() + "\n```"
+    data = output["data"]
+    if "text/markdown" in data:
+        return localise("".join(data["text/markdown"]).rstrip())
+    if any(kind.startswith("image/") for kind in data):
+        raise ValueError("index.ipynb: a cell shows a picture; save it in nbs/images and link it from a Markdown cell")
+    return "```\n" + "".join(data["text/plain"]).rstrip() + "\n```"
+
+
+def cell_parts(cell: dict) -> list[str]:
+    """What README shows of a cell: nothing for hidden ones, else its text, or its code and then its outputs."""
+    source = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        return [localise(source)]
+    flags = directives(source)
+    if cell["cell_type"] != "code" or HIDDEN & flags.keys() or flags.get("include") == "false":
+        return []
+    code = re.sub(r"\A(#\|.*\n?)+", "", source).strip()
+    shown = [f"```python\n{code}\n```"] if code and flags.get("echo") != "false" else []
+    return shown + [output_markdown(output) for output in cell["outputs"]]
+
+
+def readme() -> str:
+    """The text of README.md, as nbs/index.ipynb asks for it."""
+    cells = json.loads(INDEX.read_text(encoding="utf-8"))["cells"]
+    parts = [part for cell in cells for part in cell_parts(cell)]
+    return "\n\n".join([NOTE, *(part.strip() for part in parts if part.strip())]) + "\n"
+
+
+def main() -> int:
+    if "--check" not in sys.argv[1:]:
+        README.write_text(readme(), encoding="utf-8")
+    elif not README.exists() or README.read_text(encoding="utf-8") != readme():
+        print("README.md differs from nbs/index.ipynb: run `python tools/make_readme.py`", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
