@@ -21,7 +21,7 @@ setup(
     long_description_content_type="text/markdown",
     author=settings["author"],
     license_expression=settings["license"],
-    license_files=["LICENSE"],
+    license_files=["LICENSE", "NOTICE"],
     keywords=[keyword.strip() for keyword in settings["keywords"].split(",")],
     project_urls={"Repository": settings["git_url"], "Documentation": settings["doc_url"]},
     classifiers=[
