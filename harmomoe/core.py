@@ -48,6 +48,7 @@ def atomic_directory(path: str | Path, # the folder to create or replace
         if path.exists(): path.rename(old)
         partial.rename(path)
     finally:
+        if old.exists() and not path.exists(): old.rename(path) # the new folder could not be moved into place
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
 
@@ -113,8 +114,9 @@ def stage(path: str | Path, # folder of the artefact
     build: Callable[[Path], dict | None], # fills the folder it is given; may return facts for the manifest
     force: bool = False, # build again even if nothing changed
     ) -> Path: # `path`, holding a verified artefact
-    "Build an artefact unless a current one exists: same kind, same inputs, no file changed."
-    path = Path(path)
+    """Build an artefact unless a current one exists: same kind, same inputs, no file changed. Raises `TypeError` before
+    the build for inputs that JSON cannot hold."""
+    path, inputs = Path(path), json.loads(json.dumps(inputs)) # as the manifest will give them back
     if not force and path.exists():
         try: manifest = read_manifest(path, kind)
         except (FileNotFoundError, ValueError): manifest = None
@@ -149,8 +151,10 @@ def check_parameters(cells: list[str], # sources of the cells executed so far, u
     ) -> dict: # every parameter with its value
     """To be called in the cell after the parameters cell. Raises `ValueError` for a papermill parameter that the
     notebook does not have, or that has the wrong type: that of its annotation, or else of its default."""
-    injected = cells[-2].startswith("# Parameters\n")
-    known, given = _assigned(cells[-3 if injected else -2]), _assigned(cells[-2]) if injected else {}
+    cells = list(cells[:-1]) # without the calling cell
+    while "check_parameters(" in cells[-1]: cells.pop() # it may have been run before
+    injected = cells[-1].startswith("# Parameters\n")
+    known, given = _assigned(cells[-2 if injected else -1]), _assigned(cells[-1]) if injected else {}
     for name, (value, _) in given.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)

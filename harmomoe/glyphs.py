@@ -7,14 +7,14 @@ Docs: https://harmomoe.github.io/harmomoe/glyphs.html.md"""
 # %% auto #0
 __all__ = ['CLIENTS', 'glyphs_manifest', 'load_glyphs', 'glyph_sources']
 
-# %% ../nbs/04_glyphs.ipynb #eb35b640
+# %% ../nbs/04_glyphs.ipynb #2e53ccd8
 from importlib.resources import files
 from pathlib import Path
 import pyarrow.parquet as pq
 from .core import read_manifest
 from .domains import SPLITS, Benchmark, load_benchmark
 
-# %% ../nbs/04_glyphs.ipynb #2b1d448f
+# %% ../nbs/04_glyphs.ipynb #7ef757d8
 CLIENTS = ("flags", "digits", "letters")  # in the order of the experts
 
 
@@ -37,7 +37,7 @@ def load_glyphs(
     "Loads the embedded benchmark into memory. It needs no network and writes no cache. Raises as `glyphs_manifest`."
     return load_benchmark(glyphs_manifest(folder)[0], list(CLIENTS), "pool")
 
-# %% ../nbs/04_glyphs.ipynb #5e88b147
+# %% ../nbs/04_glyphs.ipynb #f68e5a87
 def glyph_sources(
     domain: str,  # "pool" or one of CLIENTS
     split: str,  # one of SPLITS

@@ -1,0 +1,165 @@
+"""A seed and a benchmark so small that the whole method runs on them in seconds.
+
+The fixtures import what they need themselves, so that a test file that uses none of them starts at once."""
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+HUES = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (40, 70, 220), "yellow": (230, 210, 40),
+        "purple": (150, 50, 190), "cyan": (40, 200, 210)}
+# domain -> (pattern, hues, images of train, val and test)
+DOMAINS = {"pool": ("disc", tuple(HUES), (90, 12, 12)),
+           "a": ("stripes", ("red", "green", "blue"), (30, 6, 12)),
+           "b": ("checks", ("yellow", "purple"), (24, 4, 8)),
+           "c": ("cross", ("red", "yellow", "cyan", "purple"), (32, 8, 12))}
+
+
+def _picture(pattern, colour, rng):
+    "One 16 x 16 picture of a coloured pattern, at a random place, with noise."
+    import numpy as np
+    from PIL import Image
+    y, x = np.mgrid[:16, :16] + rng.integers(0, 4, 2)[:, None, None]
+    on = dict(disc=(x - 9) ** 2 + (y - 9) ** 2 < 30, stripes=x % 4 < 2, checks=(x // 3 + y // 3) % 2 == 0,
+              cross=(abs(x - 9) < 3) | (abs(y - 9) < 3))[pattern]
+    pixels = np.where(on[..., None], colour, 110) + rng.normal(0, 25, (16, 16, 3))
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+
+
+def _png(image):
+    image.save(buffer := io.BytesIO(), "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    "Parquet files as `load_benchmark` reads them: pool `pool`, clients `a`, `b`, `c`; class names with underscores."
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    for name, (pattern, hues, sizes) in DOMAINS.items():
+        for split, size in zip(("train", "val", "test"), sizes):
+            labels = [i % len(hues) for i in range(size)]
+            rows = [dict(image=dict(bytes=_png(_picture(pattern, HUES[hues[i]], rng)), path=None), label=i,
+                         class_name=f"{hues[i]}_{pattern}") for i in labels]
+            pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}_{split}.parquet")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_benchmark(tiny_folder):
+    "The same as a `Benchmark` in memory."
+    from harmomoe.domains import load_benchmark
+    return load_benchmark(tiny_folder, "a,b,c", "pool")
+
+
+@pytest.fixture(scope="session")
+def tiny_config():
+    "open_clip's `model_cfg` of the tiny seed."
+    return dict(embed_dim=32, vision_cfg=dict(image_size=16, layers=2, width=64, patch_size=8),
+                text_cfg=dict(context_length=12, vocab_size=512 + 100 + 2, width=64, heads=1, layers=2))
+
+
+@pytest.fixture(scope="session")
+def tiny_vocabulary(tmp_path_factory):
+    "The first 100 byte-pair merges of CLIP's tokenizer."
+    import gzip
+
+    from open_clip.tokenizer import default_bpe
+    path = tmp_path_factory.mktemp("vocabulary") / "bpe.txt.gz"
+    with gzip.open(default_bpe(), "rt", encoding="utf-8") as lines:
+        text = "".join(line for line, _ in zip(lines, range(101)))     # a heading, and the merges
+    path.write_bytes(gzip.compress(text.rstrip("\n").encode(), mtime=0))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_seed(tiny_config, tiny_vocabulary):
+    "A randomly initialised ImageSeed. Tests don't change it."
+    import open_clip
+    import torch
+    from open_clip.tokenizer import SimpleTokenizer
+
+    from harmomoe.core import seeded
+    from harmomoe.seed import ImageSeed
+    torch.set_num_threads(1)  # a second thread only slows so small a model down
+    with seeded(0): clip = open_clip.CLIP(**tiny_config)
+    clip.visual.preprocess_cfg = dict(size=(16, 16), mode="RGB", mean=(.5, .5, .5), std=(.25, .25, .25),
+                                      interpolation="bilinear", resize_mode="shortest", fill_color=0)
+    tokenizer = SimpleTokenizer(str(tiny_vocabulary), context_length=12)
+    return ImageSeed(clip, tokenizer, tiny_config, "tiny", "a picture of a {}", vocabulary=tiny_vocabulary)
+
+
+@pytest.fixture(scope="session")
+def tiny_seed_folder(tiny_seed, tmp_path_factory):
+    "The tiny seed as `ImageSeed.save` writes it."
+    folder = tmp_path_factory.mktemp("seeds") / "tiny"
+    folder.mkdir()
+    tiny_seed.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_settings():
+    "A Config that takes a second for each client."
+    from harmomoe.experts import Training
+    from harmomoe.unify import Config
+    small = Training(epochs=2, batch_size=16, learning_rate=3e-3, optimizer="adamw", weight_decay=0.)
+    return Config(candidates=40, proxies=12, rank=4, alpha=8, expert=small, finetune=small, public_samples=40)
+
+
+@pytest.fixture(scope="session")
+def tiny_embeddings(tiny_seed, tiny_benchmark):
+    "The tiny pool, embedded."
+    return tiny_seed.embed(tiny_benchmark.pool.train).numpy()
+
+
+@pytest.fixture(scope="session")
+def tiny_clients(tiny_seed, tiny_benchmark, tiny_embeddings, tiny_settings, tmp_path_factory):
+    "Folder with the work of all three clients: `a`, `b` and `c`, each with `proxies`, `expert` and `bundle`."
+    from harmomoe.unify import run_client
+    folder = tmp_path_factory.mktemp("clients")
+    for client in tiny_benchmark.clients:
+        run_client(client, tiny_seed, tiny_benchmark.pool, tiny_embeddings, tiny_settings, folder / client.name)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_bundles(tiny_clients, tiny_seed, tiny_benchmark):
+    "What the three clients sent, read by the server."
+    from harmomoe.bundle import read_bundle
+    from harmomoe.domains import fingerprint
+    pool = fingerprint(tiny_benchmark.pool.train)
+    return [read_bundle(tiny_clients / name / "bundle", tiny_seed, pool) for name in "abc"]
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_seed, tiny_benchmark, tiny_embeddings, tiny_settings, tiny_clients, tiny_bundles):
+    "All of the above in one: `tiny.seed`, `tiny.pool`, `tiny.a` and so on."
+    pool, clients = tiny_benchmark.pool, tiny_benchmark.clients
+    return SimpleNamespace(seed=tiny_seed, pool=pool, clients=clients, **{client.name: client for client in clients},
+                           embeddings=tiny_embeddings, settings=tiny_settings, work=tiny_clients, bundles=tiny_bundles)
+
+
+@pytest.fixture(scope="session")
+def run_cells():
+    """A function (notebook, parameters) that runs a notebook's code cells here, as papermill would in a kernel.
+
+    Papermill itself injects the parameters. Being in this process, a test can replace what the notebook calls."""
+    import matplotlib
+    from papermill.iorw import load_notebook_node
+    from papermill.parameterize import parameterize_notebook
+
+    def run(notebook: Path, parameters: dict) -> dict:
+        matplotlib.use("agg")
+        cells = parameterize_notebook(load_notebook_node(str(notebook)), parameters).cells
+        space = {"__name__": "__main__", "In": [""]}
+        for cell in cells:
+            if cell.cell_type != "code": continue
+            space["In"].append(cell.source)
+            exec(compile(cell.source, str(notebook), "exec"), space)
+        return space
+    return run
