@@ -1,0 +1,626 @@
+"The whole method on the tiny benchmark: what may change does, nothing else; same seed, same bytes; work done is kept."
+import inspect
+import json
+import shutil
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binomtest
+
+import harmomoe.unify
+from harmomoe.bundle import FILES, read_bundle, save_expert
+from harmomoe.core import MANIFEST, read_manifest
+from harmomoe.evaluate import Accuracy, accuracy, results_table, throughput, write_results
+from harmomoe.experts import Training, expert_data, load_expert, routing_vectors, train_expert, union_label_space
+from harmomoe.finetune import finetune, observe_routing, proxy_union
+from harmomoe.moe import RouterSettings, load_model, save_model, unite
+from harmomoe.relevance import cached_embeddings, fine_tuned_classifier, linear_probe
+from harmomoe.seed import labelled
+from harmomoe.unify import Config, open_benchmark, run_client, select_stage, unify
+
+pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")
+SHORT = Training(epochs=1, batch_size=16, learning_rate=3e-3, optimizer="adamw", weight_decay=0.)
+
+
+def weights(module): return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def same(a, b): return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def close(a, b, atol=1e-5): return torch.allclose(a, b, atol=atol)
+
+
+def forbidden(*args, **kwargs): pytest.fail("this work was done already")
+
+
+@pytest.fixture(scope="module")
+def task(tiny):
+    "Client a's data, 12 proxies and the label space of its expert."
+    a, pool = tiny.a, tiny.pool
+    return a.train, pool.train.select(range(12)), union_label_space(a.classes, pool.classes)
+
+
+@pytest.fixture(scope="module")
+def public_vectors(tiny):
+    return routing_vectors(tiny.seed, tiny.seed.tower, tiny.pool.train)
+
+
+@pytest.fixture
+def unite_with(tiny, public_vectors):
+    "A function (settings) -> the three bundles in one model, not fine-tuned."
+    def build(bundles=tiny.bundles, rng=0, **settings):
+        return unite(tiny.seed, bundles, public_vectors, RouterSettings(**settings), rng)
+    return build
+
+
+@torch.no_grad()
+def embed(seed, tower, data, batch_size=64):
+    return torch.cat([seed.hidden(tower, batch) for batch in seed.batches(data, batch_size=batch_size)])
+
+
+def dense(seed, bundle, data):
+    "Embeddings by one expert as an ordinary model."
+    return embed(seed, load_expert(seed, bundle.folder / "adapter"), data)
+
+
+def same_files(one, two, names):
+    for name in names: assert (one / name).read_bytes() == (two / name).read_bytes(), name
+
+
+# ---- experts
+
+def test_only_ffn_weights_change_and_every_adapter_moves(tiny, task, tmp_path):
+    before = tiny.seed.identity
+    start, _ = train_expert(tiny.seed, *task, replace(SHORT, epochs=0), rank=4, alpha=8)
+    expert, losses = train_expert(tiny.seed, *task, SHORT, rank=4, alpha=8)
+    assert tiny.seed.identity == before and len(losses) == 1 and np.isfinite(losses).all()
+    moved = {name for name, value in weights(expert).items() if not torch.equal(value, weights(start)[name])}
+    adapters = {name for name in weights(expert) if "lora_" in name}
+    assert moved == adapters and len(adapters) == 2 * 2 * len(tiny.seed.layers)
+    save_expert(tmp_path, expert, routing_vectors(tiny.seed, expert, task[0]))
+    merged, seed = weights(load_expert(tiny.seed, tmp_path / "adapter")), weights(tiny.seed.tower)
+    assert merged.keys() == seed.keys()
+    changed = {name for name in seed if not torch.equal(merged[name], seed[name])}
+    assert changed == {f"{layer}.{linear}.weight" for layer in tiny.seed.layers for linear in ("c_fc", "c_proj")}
+
+
+def test_expert_as_it_trained_and_as_it_is_loaded_are_one_model(tiny, task, tmp_path):
+    expert, _ = train_expert(tiny.seed, *task, SHORT, rank=4, alpha=8)
+    save_expert(tmp_path, expert, routing_vectors(tiny.seed, expert, task[0]))
+    loaded = load_expert(tiny.seed, tmp_path / "adapter")
+    assert close(embed(tiny.seed, expert, task[0]), embed(tiny.seed, loaded, task[0]))
+
+
+def test_expert_without_proxies_trains_on_private_data_alone(tiny, task, monkeypatch):
+    private, proxies, space = task
+    assert len(expert_data(private, None)) == len(private) and len(expert_data(private, proxies)) == len(private) + 12
+    alone, both = (train_expert(tiny.seed, private, part, space, SHORT, rank=4)[0] for part in (None, proxies))
+    assert not same(weights(alone), weights(both))
+
+
+def test_expert_learns_its_own_classes(tiny):
+    for client in tiny.clients:
+        losses = read_manifest(tiny.work / client.name / "expert")["facts"]["losses"]
+        assert losses[-1] < losses[0]
+
+
+def test_divergence_is_an_error_that_names_the_learning_rate(tiny, task):
+    with pytest.raises(FloatingPointError, match="in epoch [123].*lower the learning rate.*1000000000.0"):
+        train_expert(tiny.seed, *task, Training(epochs=3, batch_size=16, learning_rate=1e9), rank=4)
+
+
+def test_same_seed_gives_the_same_bytes_and_another_seed_others(tiny, task, tmp_path):
+    for folder, rng in (("one", 5), ("two", 5), ("other", 6)):
+        np.random.seed(rng * 7); torch.manual_seed(len(folder))       # global generators play no part
+        (tmp_path / folder).mkdir()
+        expert, _ = train_expert(tiny.seed, *task, SHORT, rank=4, rng=rng)
+        save_expert(tmp_path / folder, expert, routing_vectors(tiny.seed, expert, task[0]))
+    same_files(tmp_path / "one", tmp_path / "two", FILES[:3])
+    for name in FILES[1:3]: assert (tmp_path / "one" / name).read_bytes() != (tmp_path / "other" / name).read_bytes()
+
+
+@pytest.mark.parametrize("wrong, said", [
+    (dict(optimizer="adam"), "'adam' is neither"), (dict(batch_size=0), "batch_size is 0"),
+    (dict(epochs=-1), "epochs is -1"), (dict(learning_rate=0), "learning_rate is 0"),
+    (dict(momentum=-.1), "momentum is -0.1"),
+    (dict(weight_decay=-1), "weight_decay is -1"), (dict(warmup_steps=-1), "warmup_steps is -1")])
+def test_training_settings_are_checked(wrong, said):
+    with pytest.raises(ValueError, match=said): Training(**wrong)
+
+
+def test_routing_vectors_are_the_mean_of_what_enters_each_ffn(tiny, task):
+    expert, _ = train_expert(tiny.seed, *task, SHORT, rank=4)
+    for tower in (tiny.seed.tower, expert):
+        seen = {layer: [] for layer in tiny.seed.layers}
+        handles = [module.register_forward_pre_hook(lambda module, inputs, into=into: into.append(inputs[0].double()))
+                   for name, module in tower.named_modules() for layer, into in seen.items() if name.endswith(layer)]
+        embed(tiny.seed, tower, task[0], batch_size=1)
+        for handle in handles: handle.remove()
+        expected = torch.stack([torch.cat(z).flatten(0, 1).mean(0) for z in seen.values()])
+        for batch_size in (256, 7):
+            assert close(routing_vectors(tiny.seed, tower, task[0], batch_size).double(), expected)
+
+
+# ---- relevance and selection
+
+def test_pool_is_embedded_once_and_again_only_when_pool_or_seed_change(tiny, tmp_path, monkeypatch):
+    pool, calls, embed = tiny.pool, [], tiny.seed.embed
+    monkeypatch.setattr(tiny.seed, "embed", lambda *args, **kwargs: calls.append(1) or embed(*args, **kwargs))
+    first = cached_embeddings(tiny.seed, pool.train, tmp_path / "pool")
+    assert np.array_equal(first, cached_embeddings(tiny.seed, pool.train, tmp_path / "pool")) and len(calls) == 1
+    assert np.array_equal(first, embed(pool.train).numpy())
+    assert len(cached_embeddings(tiny.seed, pool.test, tmp_path / "pool")) == len(pool.test) and len(calls) == 2
+    monkeypatch.setattr(tiny.seed, "prompt", "another {}")
+    cached_embeddings(tiny.seed, pool.test, tmp_path / "pool")
+    assert len(calls) == 3
+
+
+def test_relevance_by_fine_tuning_is_a_probability_for_every_sample_and_leaves_the_seed_alone(tiny):
+    before = tiny.seed.identity
+    found = [fine_tuned_classifier(tiny.seed, tiny.a.train, tiny.pool.train, rng=1) for _ in range(2)]
+    assert found[0].scores.shape == (90,) and found[0].private.shape == (30,)
+    for values in (found[0].scores, found[0].private): assert ((values >= 0) & (values <= 1)).all() and values.std() > 0
+    assert np.array_equal(found[0].scores, found[1].scores) and tiny.seed.identity == before
+
+
+def test_relevance_by_fine_tuning_works_for_as_few_samples_as_it_asks_for(tiny):
+    ten = range(10)
+    fine_tuned_classifier(tiny.seed, tiny.a.train.select(ten), tiny.pool.train.select(ten), rng=3)
+
+
+def test_both_classifiers_refuse_too_few_samples(tiny):
+    with pytest.raises(ValueError, match="at least 10 private and 10 public samples, but there are 9 and 90"):
+        linear_probe(tiny.embeddings[:9], tiny.embeddings)
+    with pytest.raises(ValueError, match="at least 10 private and 10 public samples, but there are 30 and 9"):
+        fine_tuned_classifier(tiny.seed, tiny.a.train, tiny.pool.train.select(range(9)))
+
+
+def test_selection_is_kept_until_something_that_it_depends_on_changes(tiny, tmp_path, monkeypatch):
+    client, pool = tiny.a, tiny.pool.train
+    shutil.copytree(tiny.work / "a", tmp_path / "a")
+    calls = []
+
+    def probe(*args, **kwargs):
+        calls.append(1)
+        return linear_probe(*args, **kwargs)
+    monkeypatch.setattr(harmomoe.unify, "linear_probe", probe)
+
+    def chosen(domain=client, **changes):
+        del calls[:]
+        settings = replace(tiny.settings, **changes)
+        found = select_stage(domain, tiny.seed, pool, tiny.embeddings, settings, tmp_path / "a")
+        return found[0].ids.tolist(), len(calls)
+    first, count = chosen()
+    assert count == 0
+    assert chosen(finetune=SHORT, expert=SHORT, router=RouterSettings(top_k=2)) == (first, 0)
+    assert chosen(proxies=11) == (first[:11], 1)
+    for change in (dict(selection="random"), dict(candidates=30), dict(rng=1), dict(negatives=50)):
+        assert chosen(**change)[1] == 1
+    assert chosen(replace(client, train=client.train.select(range(29))))[1] == 1
+
+
+@pytest.mark.parametrize("selection", ["dpp", "similarity", "random"])
+def test_more_proxies_than_dimensions_are_completed(selection, tiny, tmp_path):
+    "The tiny seed embeds in 32 dimensions."
+    settings = replace(tiny.settings, selection=selection, candidates=60, proxies=50)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found, _ = select_stage(tiny.a, tiny.seed, tiny.pool.train, tiny.embeddings, settings, tmp_path)
+    assert len(set(found.ids.tolist())) == 50
+
+
+# ---- one client: finished work is kept, changed work is done again
+
+@pytest.fixture
+def client(tiny, tmp_path):
+    "A function (settings, ...) that runs client a again, in a copy of its finished folder."
+    shutil.copytree(tiny.work / "a", tmp_path / "a")
+
+    def run(train=None, **changes):
+        domain = tiny.a if train is None else replace(tiny.a, train=train)
+        settings = replace(tiny.settings, **changes)
+        return run_client(domain, tiny.seed, tiny.pool, tiny.embeddings, settings, tmp_path / "a")
+    return run
+
+
+def test_second_run_trains_nothing_and_sends_the_same(client, tiny, tmp_path, monkeypatch):
+    for name in ("train_expert", "select_proxies", "linear_probe", "routing_vectors"):
+        monkeypatch.setattr(harmomoe.unify, name, forbidden)
+    stamp = (tmp_path / "a" / "expert" / MANIFEST).stat().st_mtime_ns
+    assert client() == tmp_path / "a" / "bundle"
+    assert (tmp_path / "a" / "expert" / MANIFEST).stat().st_mtime_ns == stamp
+    same_files(tmp_path / "a" / "bundle", tiny.work / "a" / "bundle", (*FILES, MANIFEST))
+
+
+def test_expert_is_kept_when_only_the_servers_settings_change(client, monkeypatch):
+    monkeypatch.setattr(harmomoe.unify, "train_expert", forbidden)
+    client(finetune=SHORT, router=RouterSettings(top_k=2), public_samples=30)
+
+
+CHANGES = [dict(expert=SHORT), dict(rank=2), dict(alpha=4), dict(proxies=11), dict(selection="similarity"),
+           dict(proxy_aligned=False), dict(rng=1)]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: next(iter(change)))
+def test_expert_is_trained_again_when_what_it_depends_on_changes(change, client, tmp_path):
+    before = (tmp_path / "a" / "expert" / FILES[1]).read_bytes()
+    client(**change)
+    assert (tmp_path / "a" / "expert" / FILES[1]).read_bytes() != before
+
+
+def test_expert_is_trained_again_when_the_private_data_or_its_own_file_change(client, tiny, tmp_path):
+    file = tmp_path / "a" / "expert" / FILES[1]
+    before = file.read_bytes()
+    file.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    client()
+    assert file.read_bytes() == before
+    client(selection="random")                                # proxies that do not depend on the private data
+    before = file.read_bytes()
+    client(selection="random", train=tiny.a.train.select(range(29)))
+    assert file.read_bytes() != before
+
+
+def test_interrupted_training_leaves_no_expert_and_no_bundle_and_is_taken_up(tiny, tmp_path, monkeypatch):
+    arguments = tiny.a, tiny.seed, tiny.pool, tiny.embeddings, tiny.settings, tmp_path / "a"
+
+    def interrupted(*args, **kwargs): raise KeyboardInterrupt
+    with monkeypatch.context() as patch:
+        patch.setattr(harmomoe.unify, "routing_vectors", interrupted)
+        with pytest.raises(KeyboardInterrupt): run_client(*arguments)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["proxies"]
+    run_client(*arguments)
+    same_files(tmp_path / "a" / "bundle", tiny.work / "a" / "bundle", FILES)
+
+
+def test_expert_that_diverged_in_its_very_last_step_is_not_kept_and_not_sent(tiny, tmp_path):
+    one_step = Training(epochs=1, batch_size=1000, learning_rate=1e38)
+    with pytest.raises(FloatingPointError):
+        run_client(tiny.a, tiny.seed, tiny.pool, tiny.embeddings, replace(tiny.settings, expert=one_step), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["proxies"]
+
+
+# ---- the server
+
+@pytest.fixture(scope="module")
+def unified(tiny):
+    return unify(tiny.bundles, tiny.seed, tiny.pool, tiny.settings)
+
+
+def test_unify_takes_bundles_seed_pool_and_settings_and_no_private_data():
+    assert list(inspect.signature(unify).parameters) == ["bundles", "seed", "pool", "config", "workers", "progress"]
+
+
+def test_unify_reports_losses_and_routing_before_and_after(unified, tiny):
+    model, report = unified
+    assert model.experts == ["seed", "a", "b", "c"] and model.ranks == [0, 4, 4, 4]
+    assert len(report["losses"]) == tiny.settings.finetune.epochs and np.isfinite(report["losses"]).all()
+    for routing in (report["before"], report["after"]):
+        assert routing.experts == model.experts and routing.load.shape == (2, 4)
+        assert np.allclose(routing.load.sum(1), 1) and ((routing.load >= 0) & (routing.load <= 1)).all()
+        assert ((routing.entropy > 0) & (routing.entropy <= 1)).all()
+        assert ((routing.weight > .25) & (routing.weight <= 1)).all()
+
+
+def test_unify_repeats_bit_by_bit_elsewhere_with_nothing_left_of_the_clients_but_bundles(unified, tiny, tmp_path):
+    "A second run from private data to model, in another folder; the clients' work is gone before the server starts."
+    for domain in tiny.clients:
+        folder = tmp_path / "work" / domain.name
+        bundle = run_client(domain, tiny.seed, tiny.pool, tiny.embeddings, tiny.settings, folder)
+        shutil.copytree(bundle, tmp_path / "inbox" / domain.name)
+    shutil.rmtree(tmp_path / "work")
+    bundles = [read_bundle(tmp_path / "inbox" / name, tiny.seed) for name in "abc"]
+    model, _ = unify(bundles, tiny.seed, tiny.pool, tiny.settings)
+    one, two = save_model(unified[0], tmp_path / "one"), save_model(model, tmp_path / "two")
+    same_files(one, two, ("moe.safetensors", "moe.json", "seed/open_clip_model.safetensors"))
+
+
+def test_another_seed_of_everything_random_gives_another_model(unified, tiny):
+    model, _ = unify(tiny.bundles, tiny.seed, tiny.pool, replace(tiny.settings, rng=1))
+    assert not same(weights(model.tower), weights(unified[0].tower))
+
+
+def test_seeds_weights_are_in_the_model_unchanged(unified, tiny):
+    model, ours = unified[0], weights(unified[0].tower)
+    for name, value in weights(tiny.seed.tower).items():
+        inside = name.replace(".mlp.", ".mlp.ffn.")
+        assert torch.equal(ours[inside], value), name
+    assert {name for name, p in model.tower.named_parameters() if p.requires_grad} == {
+        f"{layer}.{name}" for layer in tiny.seed.layers
+        for name in ("router.vectors", "router.blend", "a.c_fc", "a.c_proj", "b.c_fc", "b.c_proj")}
+
+
+def test_model_gives_an_image_the_same_embedding_in_every_batch(unified, tiny):
+    data, tower = tiny.a.test, unified[0].tower
+    together = embed(tiny.seed, tower, data)
+    for batch_size in (1, 5): assert close(embed(tiny.seed, tower, data, batch_size), together)
+    assert close(embed(tiny.seed, tower, data.select(range(11, -1, -1))), together.flip(0))
+
+
+EVERY = [dict(), dict(top_k=2), dict(top_k=4), dict(top_k=3, renormalise=True), dict(seed_expert=False),
+         dict(shared_blend=True), dict(blend=1.), dict(blend=0., learn_blend=False), dict(initial="random"),
+         dict(top_k=3, seed_expert=False, shared_blend=True)]
+NAMES = [" ".join(f"{key}={value}" for key, value in settings.items()) or "default" for settings in EVERY]
+
+
+@pytest.mark.parametrize("settings", EVERY, ids=NAMES)
+def test_saved_model_comes_back_the_same_and_can_be_trained_on(settings, unite_with, tiny, tmp_path):
+    model, data, pool = unite_with(**settings), tiny.pool.test, tiny.pool
+    finetune(model, data, pool.classes, SHORT)
+    save_model(model, tmp_path / "model", dict(from_="a test"))
+    again = load_model(tmp_path / "model")
+    for name in ("experts", "ranks", "scales", "settings"): assert getattr(again, name) == getattr(model, name)
+    assert same(weights(again.tower), weights(model.tower)) and again.seed.identity == tiny.seed.identity
+    assert torch.equal(embed(again.seed, again.tower, data), embed(tiny.seed, model.tower, data))
+    assert again.parameter_groups() == model.parameter_groups()
+    for one in (model, again): finetune(one, data, pool.classes, SHORT)
+    assert same(weights(again.tower), weights(model.tower))
+
+
+@pytest.mark.parametrize("settings", EVERY, ids=NAMES)
+def test_layer_is_the_weighted_sum_of_dense_experts(settings, unite_with, tiny):
+    model = unite_with(**settings)
+    z = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0))
+    for path, layer in zip(tiny.seed.layers, model.layers):
+        ffns = [tiny.seed.tower.get_submodule(path)] * settings.get("seed_expert", True)
+        ffns += [load_expert(tiny.seed, bundle.folder / "adapter").get_submodule(path) for bundle in tiny.bundles]
+        e, mixed = layer.router.vectors, layer.router.blend
+        pi = (((1 - mixed) * z + mixed * z.mean(1, keepdim=True)) @ e.T).softmax(-1)
+        kept = pi >= pi.topk(model.settings.top_k, dim=-1).values[..., -1:]
+        pi = torch.where(kept, pi, 0.)
+        if model.settings.renormalise: pi = pi / pi.sum(-1, keepdim=True)
+        with torch.no_grad(): expected = sum(pi[..., p, None] * ffn(z) for p, ffn in enumerate(ffns))
+        assert close(layer(z), expected, 1e-4)
+
+
+def test_only_one_expert_is_that_expert_and_only_the_seed_is_the_seed(unite_with, tiny):
+    data = tiny.pool.test
+    for top_k in (1, 3):
+        model = unite_with(top_k=top_k)
+        before = embed(tiny.seed, model.tower, data)
+        for bundle in tiny.bundles:
+            with model.only(bundle.client) as one:
+                expected = dense(tiny.seed, bundle, data)
+                assert close(embed(tiny.seed, one.tower, data), expected) and not close(expected, before)
+        with model.only("seed"): assert close(embed(tiny.seed, model.tower, data), tiny.seed.embed(data))
+        assert torch.equal(embed(tiny.seed, model.tower, data), before)
+
+
+def test_only_is_undone_after_an_error_and_can_be_nested(unite_with, tiny):
+    model = unite_with(top_k=2)
+    with pytest.raises(KeyError), model.only("a", "b"):
+        with model.only("c"): assert observe_routing(model, tiny.pool.test).load[:, 3].tolist() == [1, 1]
+        assert observe_routing(model, tiny.pool.test).load.tolist() == [[0, .5, .5, 0]] * 2
+        raise KeyError
+    assert all(layer.router.active.all() and layer.router.top_k == 2 for layer in model.layers)
+    for names, said in ((("a", "d"), "no expert 'd'; this model has seed, a, b, c"), ((), "name at least one expert")):
+        with pytest.raises(ValueError, match=said), model.only(*names): pass
+
+
+def test_without_the_seed_expert_the_seed_gets_no_tokens(unite_with, tiny):
+    model = unite_with(seed_expert=False)
+    assert model.experts == ["a", "b", "c"]
+    assert observe_routing(model, tiny.pool.test).load.shape == (2, 3)
+    with pytest.raises(ValueError, match="no expert 'seed'"), model.only("seed"): pass
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_top_k_outside_the_number_of_experts_is_refused(top_k, unite_with):
+    with pytest.raises(ValueError, match=f"top_k is {top_k}, but must be (1 to 4|at least 1)"): unite_with(top_k=top_k)
+    with pytest.raises(ValueError, match="top_k is 4, but must be 1 to 3"): unite_with(top_k=4, seed_expert=False)
+
+
+def test_every_token_gets_k_experts_and_renormalised_weights_sum_to_one(unite_with, tiny):
+    for k in (1, 2, 3, 4):
+        models = (unite_with(top_k=k, renormalise=value) for value in (False, True))
+        plain, normed = (observe_routing(model, tiny.pool.test) for model in models)
+        assert (plain.load <= 1 / k + 1e-6).all() and np.allclose(plain.load[0], normed.load[0])
+        assert np.allclose(normed.weight, 1)
+        assert np.allclose(plain.weight, 1) == (k == 4)
+
+
+def test_shared_blend_is_one_number_for_all_layers_also_after_training_and_loading(unite_with, tiny, tmp_path):
+    model, pool = unite_with(shared_blend=True), tiny.pool
+    apart = unite_with()
+    finetune(model, pool.test, pool.classes, SHORT)
+    finetune(apart, pool.test, pool.classes, SHORT)
+    assert len({layer.router.blend.item() for layer in apart.layers}) == 2
+    save_model(model, tmp_path / "model")
+    for one in (model, load_model(tmp_path / "model")):
+        first, second = (layer.router.blend for layer in one.layers)
+        assert first is second and first.item() not in (pytest.approx(.3, abs=1e-9), 0, 1)
+        assert first.item() == model.layers[0].router.blend.item()
+    assert apart.parameter_groups()["routers"] - model.parameter_groups()["routers"] == 1
+
+
+def test_shared_blend_of_zero_is_shared_too(unite_with):
+    first, second = (layer.router.blend for layer in unite_with(shared_blend=True, blend=0.).layers)
+    assert first is second
+
+
+def test_routing_vectors_start_from_means_or_at_random_by_the_seed(unite_with, tiny, public_vectors):
+    means = torch.stack([public_vectors, *(bundle.vectors for bundle in tiny.bundles)], 1)
+
+    def start(**settings):
+        return torch.stack([layer.router.vectors.detach() for layer in unite_with(**settings).layers])
+    assert torch.equal(start(), means)
+    random = start(initial="random", rng=1)
+    assert torch.equal(random, start(initial="random", rng=1))
+    assert not torch.equal(random, start(initial="random", rng=2))
+    assert not torch.equal(random, means) and random.std().item() == pytest.approx(means.std().item(), rel=.3)
+
+
+def test_experts_of_different_ranks_and_scales_keep_their_own(tiny, unite_with, tmp_path):
+    changed = replace(tiny.settings, rank=2, alpha=6, expert=SHORT)
+    small = read_bundle(run_client(tiny.a, tiny.seed, tiny.pool, tiny.embeddings, changed, tmp_path), tiny.seed)
+    model, data = unite_with([tiny.bundles[1], small]), tiny.pool.test
+    assert (model.experts, model.ranks, model.scales) == (["seed", "b", "a"], [0, 4, 2], [0., 2., 3.])
+    for bundle in (small, tiny.bundles[1]):
+        with model.only(bundle.client):
+            assert close(embed(tiny.seed, model.tower, data), dense(tiny.seed, bundle, data))
+
+
+@pytest.mark.parametrize("names", [(), ("a", "a"), ("seed", "b")])
+def test_clients_need_different_names_other_than_seed(names, tiny, unite_with):
+    with pytest.raises(ValueError, match="different names.*'seed'"):
+        unite_with([replace(tiny.bundles[0], client=name) for name in names])
+
+
+def test_one_client_alone_is_unified_too(tiny):
+    model, _ = unify(tiny.bundles[:1], tiny.seed, tiny.pool, tiny.settings)
+    assert model.experts == ["seed", "a"]
+
+
+def test_fine_tuning_moves_routers_lambda_and_factors_and_nothing_else(unite_with, tiny):
+    model, pool = unite_with(top_k=2), tiny.pool
+    before = weights(model.tower)
+    losses = finetune(model, pool.train, pool.classes, replace(SHORT, epochs=3))
+    moved = {name for name, value in weights(model.tower).items() if not torch.equal(value, before[name])}
+    assert moved == {name for name, p in model.tower.named_parameters() if p.requires_grad}
+    assert len(moved) == 2 * 6 and losses[-1] < losses[0]
+
+
+def test_routers_of_a_top_one_model_learn(unite_with, tiny):
+    "With weights divided by their sum, the one weight would be 1 and the router would get no gradient."
+    def moved(optimizer, **settings):
+        model = unite_with(**settings)
+        before = weights(model.tower)
+        finetune(model, tiny.pool.test, tiny.pool.classes, replace(SHORT, optimizer=optimizer))
+        after = weights(model.tower)
+        return {not torch.equal(after[name], before[name]) for name in after if name.endswith("router.vectors")}
+    for optimizer in ("sgd", "adamw"):
+        assert moved(optimizer, top_k=1) == {True} and moved(optimizer, top_k=1, renormalise=True) == {False}
+
+
+def test_model_with_a_number_that_is_not_finite_is_not_saved(unite_with, tmp_path):
+    model = unite_with()
+    with torch.no_grad(): model.layers[1].router.vectors[0, 0] = torch.nan
+    with pytest.raises(FloatingPointError, match="router.vectors of the unified model is not finite"):
+        save_model(model, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_label_space_holds_names_that_differ_in_case_only_once():
+    assert union_label_space(["Pug", "pug"], ["PUG", "cat"], ["Cat", "dog"]) == ["Pug", "pug", "cat", "dog"]
+
+
+def test_fixed_lambda_stays_and_no_epochs_change_nothing(unite_with, tiny):
+    fixed, still = unite_with(learn_blend=False), unite_with()
+    before = weights(still.tower)
+    finetune(fixed, tiny.pool.test, tiny.pool.classes, SHORT)
+    assert {layer.router.blend.item() for layer in fixed.layers} == {torch.tensor(.3).item()}
+    assert finetune(still, tiny.pool.test, tiny.pool.classes, replace(SHORT, epochs=0)) == []
+    assert same(weights(still.tower), before)
+
+
+def test_union_of_proxies_has_each_sample_once(tiny):
+    union = proxy_union(tiny.bundles)
+    assert union.tolist() == sorted(set().union(*(bundle.proxies.ids.tolist() for bundle in tiny.bundles)))
+
+
+# ---- settings and data by name
+
+POSITIVE = ("negatives", "candidates", "proxies", "rank", "alpha", "public_samples")
+
+
+@pytest.mark.parametrize("wrong, said", [
+    (dict(relevance="svm"), "relevance is 'svm', but must be one of probe, finetune"),
+    (dict(selection="best"), "selection is 'best', but must be one of dpp, similarity, random"),
+    (dict(candidates=10, proxies=11), "m = 11.*cannot exceed candidates.*n = 10"),
+    *(({name: value}, f"{name} is {value}, but must be positive") for name in POSITIVE for value in (0, -1))])
+def test_settings_are_checked(wrong, said):
+    with pytest.raises(ValueError, match=said): Config(**wrong)
+    with pytest.raises(ValueError, match=said): Config.embedded(**wrong)
+
+
+def test_router_settings_are_checked_by_name():
+    with pytest.raises(ValueError, match="'zero' is neither 'mean' nor 'random'"): RouterSettings(initial="zero")
+
+
+@pytest.mark.parametrize("wrong", [dict(blend=1.5), dict(blend=-.1), dict(top_k=0), dict(top_k=-1)], ids=str)
+def test_router_settings_are_checked_before_long_work(wrong):
+    with pytest.raises(ValueError): RouterSettings(**wrong)
+
+
+def test_fill_is_checked_before_long_work():
+    with pytest.raises(ValueError): Config(fill="most")
+
+
+def test_defaults_are_the_papers():
+    paper = Config()
+    assert (paper.candidates, paper.proxies, paper.negatives, paper.rank, paper.alpha) == (3000, 500, 10_000, 16, 32)
+    assert paper.expert == Training(10, 128, .01, "sgd", .9, 1e-4, 0)
+    assert paper.finetune == Training(5, 128, .001, "sgd", .9, 1e-4, 0)
+    assert paper.router == RouterSettings(1, True, .3, True, False, False, "mean")
+
+
+def test_folder_of_domains_opens_and_clients_may_have_aliases(tiny_folder, tiny):
+    found = open_benchmark(str(tiny_folder), "b, third=c", "pool")
+    assert [client.name for client in found.clients] == ["b", "third"] and found.pool.name == "pool"
+    assert found.clients[1].classes == tiny.c.classes
+
+
+@pytest.mark.parametrize("clients, pool, said", [
+    ("a,nope", "pool", "'nope' is not a domain there. Domains in .*: a, b, c, pool"), ("a", "", "name a pool"),
+    ("a", "nope", "'nope' is not a domain there"), ("a,a", "pool", "used twice"), ("a,pool", "pool", "used twice")])
+def test_wrong_names_in_a_folder_are_refused(clients, pool, said, tiny_folder):
+    with pytest.raises((ValueError, FileNotFoundError), match=said): open_benchmark(str(tiny_folder), clients, pool)
+
+
+def test_embedded_benchmark_gives_a_choice_of_its_clients_in_the_order_asked_for():
+    assert [client.name for client in open_benchmark(clients="letters, flags").clients] == ["letters", "flags"]
+    with pytest.raises(ValueError, match="no client 'pets' in data='embedded'; it has flags, digits, letters"):
+        open_benchmark(clients="flags,pets")
+    with pytest.raises(ValueError, match="has its own pool; leave out pool='icons'"): open_benchmark(pool="icons")
+
+
+# ---- evaluation
+
+def test_accuracy_counts_the_best_scored_class_over_the_given_classes(tiny):
+    client = tiny.c
+    classes = list(reversed(client.classes))
+    images = torch.nn.functional.normalize(tiny.seed.embed(client.test), dim=1)
+    score = images @ tiny.seed.label_features(tuple(classes)).T
+    right = sum(classes[i] == name for i, name in zip(score.argmax(1).tolist(), labelled(client.test)["class_name"]))
+    for batch_size in (256, 5):
+        assert accuracy(tiny.seed, tiny.seed.tower, client.test, classes, batch_size) == Accuracy(right, 12)
+
+
+def test_accuracy_refuses_no_data_and_a_class_not_asked_for(tiny):
+    data, classes = tiny.a.test, tiny.a.classes
+    for data, classes, said in ((data.select([]), classes, "the data set is empty"),
+                                (data, classes[1:], "not in the label space")):
+        with pytest.raises(ValueError, match=said): accuracy(tiny.seed, tiny.seed.tower, data, classes)
+
+
+@pytest.mark.parametrize("correct, n", [(0, 1), (1, 1), (0, 50), (7, 12), (50, 50), (8577, 10_000)])
+def test_interval_is_wilsons(correct, n):
+    reference = binomtest(correct, n).proportion_ci(.95, "wilson")
+    found = Accuracy(correct, n)
+    assert found.interval == pytest.approx((100 * reference.low, 100 * reference.high), abs=1e-4)
+    assert found.percent == pytest.approx(100 * correct / n)
+
+
+def test_results_are_written_in_three_formats_that_agree(tmp_path):
+    results = {"zeroshot": {"a": Accuracy(1, 4), "b": Accuracy(1, 3)},
+               "harmomoe": {"a": Accuracy(4, 4), "b": Accuracy(2, 3)}}
+    table = write_results(tmp_path, results, note="x")
+    assert table.loc["zeroshot"].tolist() == pytest.approx([25, 100 / 3, (25 + 100 / 3) / 2])
+    assert (tmp_path / "table.csv").read_text().split() == [
+        "method,a,b,average", "zeroshot,25.0,33.33,29.17", "harmomoe,100.0,66.67,83.33"]
+    assert (tmp_path / "table.md").read_text().splitlines()[2] == "| zeroshot | 25.00 | 33.33 | 29.17 |"
+    told = json.loads((tmp_path / "table.json").read_text())
+    assert told["note"] == "x" and told["accuracy"]["harmomoe"]["b"]["correct"] == 2
+    assert told["accuracy"]["harmomoe"]["average"] == pytest.approx(250 / 3)
+    with pytest.raises(ValueError, match="every method needs the same domains"):
+        results_table(results | {"x": {"a": Accuracy(1, 1)}})
+
+
+def test_throughput_compares_every_tower_with_the_first(tiny):
+    found = throughput(tiny.seed, {"seed": tiny.seed.tower, "copy": tiny.seed.new_tower()}, tiny.pool.test, rounds=3)
+    assert found.index.tolist() == ["seed", "copy"] and found.loc["seed", "ratio"] == 1
+    assert (found["samples/s"] > 0).all()
+    assert (found["lowest"] <= found["ratio"]).all() and (found["ratio"] <= found["highest"]).all()
