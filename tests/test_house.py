@@ -103,9 +103,9 @@ def test_wheel_has_all_modules_and_data_and_works_alone(wheel, tmp_path):
         assert {name for name in archive.namelist() if name.startswith("harmomoe/")} == wanted
         archive.extractall(tmp_path)
     code = ("import sys; sys.path.insert(0, sys.argv[1])\n"
-            "from harmomoe import glyphs, seed\n"
+            "from harmomoe import glyphs, weights\n"
             "assert glyphs.__file__.startswith(sys.argv[1]), glyphs.__file__\n"
-            "print(*(client.name for client in glyphs.load_glyphs().clients), seed.open_seed().name)")
+            "print(*(client.name for client in glyphs.load_glyphs().clients), weights.open_seed().name)")
     run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.split() == ["flags", "digits", "letters", "embedded"]
