@@ -8,7 +8,7 @@ Docs: https://harmomoe.github.io/harmomoe/domains.html.md"""
 __all__ = ['SPLITS', 'Domain', 'Benchmark', 'stratified_sample', 'stratified_split', 'three_splits', 'split_alias', 'load_domain',
            'list_domains', 'load_benchmark', 'fingerprint']
 
-# %% ../nbs/02_domains.ipynb #ef22e06b
+# %% ../nbs/02_domains.ipynb #7fe0855f
 import hashlib, json, os, re
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 from datasets import ClassLabel, Dataset, Image
 from .images import (FOLDER_LAYOUT, PARQUET_LAYOUT, SPLIT_NAMES, folder_parts, has_shards, hub_dataset,
-                             hub_parts, labels_of, parquet_files, parquet_parts, require_hub)
+                             hub_parts, labels_of, parquet_files, parquet_parts)
 
-# %% ../nbs/02_domains.ipynb #34b30506
+# %% ../nbs/02_domains.ipynb #eb16df81
 SPLITS = ("train", "validation", "test")
 
 
@@ -90,7 +90,7 @@ def _check_unique(benchmark: str, names: list[str]) -> None:
     if twice: raise ValueError(f"benchmark '{benchmark}': {twice} used twice among pool and clients; give one of them "
                                "an alias, as in 'cats=pets'")
 
-# %% ../nbs/02_domains.ipynb #4338a170
+# %% ../nbs/02_domains.ipynb #8628e0b6
 def stratified_sample(
     dataset: Dataset,  # column `label` holds class numbers
     n: int | None,  # rows to keep; None, or more than there are: all
@@ -141,7 +141,7 @@ def three_splits(
     groups = stratified_split(labels_of(parts[source]), shares, rest, seed)
     return kept | {split: parts[source].select(rows) for split, rows in groups.items()}
 
-# %% ../nbs/02_domains.ipynb #34069031
+# %% ../nbs/02_domains.ipynb #0d93ee4b
 def split_alias(
     spec: str | Path,  # `source` or `alias=source`
 ) -> tuple[str | None, str]:  # alias or None, and the source
@@ -206,7 +206,7 @@ def load_benchmark(
                for number, (alias, source) in enumerate(wanted)]  # number 0 is the pool
     return Benchmark(name, domains[0], domains[1:])
 
-# %% ../nbs/02_domains.ipynb #f6d46666
+# %% ../nbs/02_domains.ipynb #3f52681b
 def fingerprint(
     dataset: Dataset,  # columns `image` and `label`, as a split of a `Domain`
     content: bool = False,  # read the files of path-backed rows, instead of taking their path and size

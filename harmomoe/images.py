@@ -9,7 +9,7 @@ __all__ = ['SPLIT_NAMES', 'IMAGE_SUFFIXES', 'FOLDER_LAYOUT', 'PARQUET_LAYOUT', '
            'image_dataset', 'check_images', 'class_folders', 'labelled_files', 'folder_parts', 'parquet_files',
            'has_shards', 'parquet_parts', 'hub_problem', 'require_hub', 'hub_dataset', 'hub_parts']
 
-# %% ../nbs/01_images.ipynb #4b7aec8a
+# %% ../nbs/01_images.ipynb #45f99cec
 import os, socket
 from collections import Counter
 from pathlib import Path
@@ -20,7 +20,7 @@ import datasets, numpy as np, pyarrow as pa, pyarrow.parquet as pq
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 from datasets.table import table_cast
 
-# %% ../nbs/01_images.ipynb #7e41b8d1
+# %% ../nbs/01_images.ipynb #c89142ab
 def labels_of(
     dataset: Dataset,  # has an integer column `label`
 ) -> np.ndarray:  # int64 [n], one class number a row
@@ -52,7 +52,7 @@ def check_images(
                              f"({error}). Expected an encoded JPEG, PNG or the like; replace or remove it") from error
     return dataset
 
-# %% ../nbs/01_images.ipynb #5c0492d6
+# %% ../nbs/01_images.ipynb #c586966e
 SPLIT_NAMES = {"train": "train", "training": "train", "validation": "validation", "val": "validation",
                "valid": "validation", "dev": "validation", "test": "test", "testing": "test"}
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -99,7 +99,7 @@ def folder_parts(
         parts[split] = check_images(image_dataset(files, labels, names), f"{root}, {split}")
     return parts
 
-# %% ../nbs/01_images.ipynb #f362483c
+# %% ../nbs/01_images.ipynb #03f96b39
 PARQUET_LAYOUT = ("NAME.parquet, NAME_{train,val,test}.parquet or NAME/{train,val,test}.parquet, each with columns "
                   "image (encoded bytes, or a struct of bytes and path), label (0 to C-1) and class_name (one a label)")
 IN_MEMORY_BYTES = 2**30
@@ -176,7 +176,7 @@ def parquet_parts(
         parts[split] = check_images(part, str(path))
     return parts
 
-# %% ../nbs/01_images.ipynb #b967fcba
+# %% ../nbs/01_images.ipynb #851b574a
 def hub_problem(
     endpoint: str | None = None,  # default: the variable HF_ENDPOINT, or https://huggingface.co
     timeout: float = 4.0,  # seconds, name lookup included
@@ -200,8 +200,8 @@ def hub_problem(
 
 
 WAYS_ON = ("(1) connect to the network, or set HF_ENDPOINT to a mirror; (2) use files of your own: `-p weights FILE` "
-           "for a model, a folder per class or parquet for images; (3) leave the setting out: the embedded seed and "
-           "benchmark are the defaults and need no network")
+           "(open_clip's or OpenAI's layout) for a model, a folder per class or parquet for images; (3) leave the "
+           "setting out: the embedded seed and benchmark are the defaults and need no network")
 
 
 def require_hub(

@@ -128,6 +128,11 @@ class ImageSeed:
         "The frozen image tower. Copy it (`new_tower`) before changing it."
         return self.clip.visual
 
+    @property
+    def width(self) -> int:
+        "d, the size of what enters an FFN."
+        return getattr(self.tower.get_submodule(self.layers[0]), self.ffn.inner[0]).in_features
+
     def new_tower(self) -> nn.Module:
         "A copy of the image tower, frozen, that a caller may change."
         return copy.deepcopy(self.clip.visual)

@@ -18,7 +18,7 @@ import torch
 from open_clip.factory import load_state_dict
 from torch import nn
 
-from .images import hub_problem
+from .images import require_hub
 from .seed import CONFIG, PAPER_PROMPT, VOCABULARY, ImageSeed
 
 # %% ../nbs/06_weights.ipynb #0f62459e
@@ -53,11 +53,7 @@ def _tag_model(name: str, tag: str) -> tuple[nn.Module, dict]:
     repository, _, file = source.rpartition("/")
     names = [file] if file else [open_clip.constants.HF_SAFE_WEIGHTS_NAME, open_clip.constants.HF_WEIGHTS_NAME]
     cached = any(isinstance(huggingface_hub.try_to_load_from_cache(repository, n), str) for n in names if source)
-    problem = None if cached else hub_problem()
-    if problem:
-        raise ConnectionError(f"the {tag} weights of {name} are not on this machine, and {problem}. Three ways on: "
-            "a network that reaches the hub; weights=FILE (in a notebook run: -p weights FILE), with a file in "
-            "open_clip's or OpenAI's layout; or backbone='embedded', the small seed of this package.")
+    require_hub(f"the {tag} weights of {name}", cached)
     quick = dict(force_quick_gelu=True) if tag == "openai" else {}
     config = open_clip.get_model_config(name) | (dict(quick_gelu=True) if quick else {})
     offline, huggingface_hub.constants.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE, cached

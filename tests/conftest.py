@@ -119,7 +119,7 @@ def tiny_embeddings(tiny_seed, tiny_benchmark):
 
 @pytest.fixture(scope="session")
 def tiny_clients(tiny_seed, tiny_benchmark, tiny_embeddings, tiny_settings, tmp_path_factory):
-    "Folder with the work of all three clients: `a`, `b` and `c`, each with `proxies`, `expert` and `bundle`."
+    "Folder with the work of all three clients: `a`, `b` and `c`, each with `proxies`, `expert`, `routing`, `bundle`."
     from harmomoe.unify import run_client
     folder = tmp_path_factory.mktemp("clients")
     for client in tiny_benchmark.clients:
@@ -137,11 +137,64 @@ def tiny_bundles(tiny_clients, tiny_seed, tiny_benchmark):
 
 
 @pytest.fixture(scope="session")
-def tiny(tiny_seed, tiny_benchmark, tiny_embeddings, tiny_settings, tiny_clients, tiny_bundles):
+def tiny_logistic(tiny_clients, tiny_seed, tiny_benchmark, tiny_embeddings, tiny_settings, tmp_path_factory):
+    "What the three clients send, of the same experts, when the routing vectors are to be logistic."
+    import shutil
+    from dataclasses import replace
+
+    from harmomoe.bundle import read_bundle
+    from harmomoe.moe import RouterSettings
+    from harmomoe.unify import run_client
+    folder = shutil.copytree(tiny_clients, tmp_path_factory.mktemp("logistic") / "clients")
+    settings = replace(tiny_settings, router=RouterSettings(initial="logistic"))
+    sent = [run_client(client, tiny_seed, tiny_benchmark.pool, tiny_embeddings, settings, folder / client.name)
+            for client in tiny_benchmark.clients]
+    return [read_bundle(bundle, tiny_seed) for bundle in sent]
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_seed, tiny_benchmark, tiny_embeddings, tiny_settings, tiny_clients, tiny_bundles, tiny_logistic):
     "All of the above in one: `tiny.seed`, `tiny.pool`, `tiny.a` and so on."
     pool, clients = tiny_benchmark.pool, tiny_benchmark.clients
     return SimpleNamespace(seed=tiny_seed, pool=pool, clients=clients, **{client.name: client for client in clients},
-                           embeddings=tiny_embeddings, settings=tiny_settings, work=tiny_clients, bundles=tiny_bundles)
+                           embeddings=tiny_embeddings, settings=tiny_settings, work=tiny_clients, bundles=tiny_bundles,
+                           logistic=tiny_logistic)
+
+
+@pytest.fixture
+def client(tiny, tmp_path):
+    "A function (settings, ...) that runs client a again, in a copy of its finished folder, `tmp_path / 'a'`."
+    import shutil
+    from dataclasses import replace
+
+    from harmomoe.unify import run_client
+    shutil.copytree(tiny.work / "a", tmp_path / "a")
+
+    def run(train=None, **changes):
+        domain = tiny.a if train is None else replace(tiny.a, train=train)
+        settings = replace(tiny.settings, **changes)
+        return run_client(domain, tiny.seed, tiny.pool, tiny.embeddings, settings, tmp_path / "a")
+    return run
+
+
+@pytest.fixture(scope="session")
+def tiny_public(tiny):
+    "form -> the routing vectors of the seed's own FFN."
+    from harmomoe.routing import FORMS, public_routing
+    return {form: public_routing(form, tiny.seed, tiny.pool.train) for form in FORMS}
+
+
+@pytest.fixture
+def unite_with(tiny, tiny_public):
+    "A function (settings) -> the three bundles of the form that the settings ask for in one model, not fine-tuned."
+    from harmomoe.moe import RouterSettings, unite
+
+    def build(bundles=None, rng=0, **settings):
+        logistic = settings.get("initial") == "logistic"
+        if bundles is None: bundles = tiny.logistic if logistic else tiny.bundles
+        public = tiny_public["logistic" if logistic else "mean"]
+        return unite(tiny.seed, bundles, public, RouterSettings(**settings), rng)
+    return build
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@ import base64
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -10,17 +11,21 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from harmomoe.bundle import FILES, PROXIES, VECTORS, read_bundle
+from harmomoe.bundle import ADAPTER, ADAPTER_FILES, FILES, PROXIES, ROUTING, read_bundle
 from harmomoe.core import MANIFEST, seeded, write_manifest
 from harmomoe.domains import fingerprint, load_domain
+from harmomoe.experts import load_expert
+from harmomoe.moe import RouterSettings
 from harmomoe.proxies import ProxySet
 from harmomoe.relevance import linear_probe
+from harmomoe.routing import layer_means
 from harmomoe.seed import ImageSeed
 from harmomoe.unify import run_client
 
-CONFIG_FILE, TENSORS_FILE = FILES[:2]
+CONFIG_FILE, TENSORS_FILE = ADAPTER_FILES
 RUN = 24  # so many bytes of private data in a row, in any of the renderings below, are a leak
 
 
@@ -120,8 +125,15 @@ def secrets(private, tiny_seed, tiny_embeddings, tiny_settings):
 
 @pytest.fixture(scope="module")
 def bundle(private, tiny_seed, tiny_benchmark, tiny_embeddings, tiny_settings, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("work")
+    folder = tmp_path_factory.mktemp("work") / "clinic"
     return run_client(private, tiny_seed, tiny_benchmark.pool, tiny_embeddings, tiny_settings, folder)
+
+
+@pytest.fixture(scope="module")
+def logistic_bundle(bundle, private, tiny_seed, tiny_benchmark, tiny_embeddings, tiny_settings, tmp_path_factory):
+    folder = shutil.copytree(bundle.parent, tmp_path_factory.mktemp("logistic") / "clinic")
+    settings = replace(tiny_settings, router=RouterSettings(initial="logistic"))
+    return run_client(private, tiny_seed, tiny_benchmark.pool, tiny_embeddings, settings, folder)
 
 
 def test_bundle_is_exactly_four_files_and_their_manifest(bundle):
@@ -136,6 +148,31 @@ def test_nothing_private_is_in_the_bundle(bundle, secrets):
     assert leaks(bundle, data, texts) == set()
 
 
+def test_nothing_private_is_in_a_bundle_with_logistic_vectors_either(logistic_bundle, secrets):
+    data, texts, _ = secrets
+    assert leaks(logistic_bundle, data, texts) == set()
+
+
+def test_routing_vectors_sum_up_all_samples_and_repeat_none(bundle, logistic_bundle, private, tiny_seed, tmp_path):
+    tower, data = load_expert(tiny_seed, bundle / ADAPTER), set()
+    for values in (layer_means(tiny_seed, one, private.train) for one in (tower, tiny_seed.tower)):
+        for row in values.flatten(0, 1): data |= runs(row.numpy().tobytes())
+    assert leaks(bundle, data, []) == leaks(logistic_bundle, data, []) == set()
+    one = shutil.copytree(bundle, tmp_path / "one")            # the mean over a single sample would be found
+    save_file(dict(vectors=values[:, 0].contiguous()), one / ROUTING)
+    assert leaks(one, data, []) == {(ROUTING, "data")}
+
+
+@pytest.mark.parametrize("form", ["mean", "logistic"])
+def test_routing_file_holds_a_vector_and_a_number_a_layer_and_the_form(form, bundle, logistic_bundle):
+    with safe_open((bundle if form == "mean" else logistic_bundle) / ROUTING, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+        assert file.metadata() == dict(form=form)
+    assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()} \
+        == dict(vectors=((2, 64), torch.float32), biases=((2,), torch.float32))
+    assert tensors["biases"].any() == (form == "logistic")
+
+
 def test_names_of_the_files_tensors_columns_and_fields_are_the_known_ones(bundle, private, tiny_seed):
     "A positive list beside the search: what is in a bundle is there on purpose."
     manifest = json.loads((bundle / MANIFEST).read_text())
@@ -146,7 +183,7 @@ def test_names_of_the_files_tensors_columns_and_fields_are_the_known_ones(bundle
     assert load_file(bundle / TENSORS_FILE).keys() == {
         f"base_model.model.{layer}.{linear}.lora_{x}.weight"
         for layer in tiny_seed.layers for linear in ("c_fc", "c_proj") for x in "AB"}
-    assert load_file(bundle / VECTORS).keys() == {"routing_vectors"}
+    assert load_file(bundle / ROUTING).keys() == {"vectors", "biases"}
     assert pq.read_schema(bundle / PROXIES).names == ["ids", "relevance", "gains"]
     assert set(pq.read_schema(bundle / PROXIES).metadata) == {b"format", b"method", b"pool_fingerprint", b"settings"}
 
@@ -158,8 +195,8 @@ def test_search_finds_the_fingerprint_that_the_client_keeps_for_itself(bundle, s
 
 def into_tensors(folder, piece):
     extra = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
-    save_file(load_file(folder / VECTORS) | dict(extra=extra), folder / VECTORS)
-    return VECTORS
+    save_file(load_file(folder / ROUTING) | dict(extra=extra), folder / ROUTING)
+    return ROUTING
 
 
 def into_column(folder, piece):
@@ -249,10 +286,11 @@ def settings(**changes):
     return apply
 
 
-def vectors(name, *size, value=0.):
+def routing(layers=2, width=64, value=0., form="mean", vectors="vectors"):
     "Other routing vectors."
     def apply(folder):
-        save_file({name: torch.full(size, value)}, folder / VECTORS)
+        tensors = {vectors: torch.full((layers, width), value), "biases": torch.zeros(layers)}
+        save_file(tensors, folder / ROUTING, metadata=dict(form=form))
         reseal(folder)
     return apply
 
@@ -284,7 +322,7 @@ SPOILT = {
     "damaged manifest": (file(MANIFEST, b"{", sealed=False), ValueError, "manifest.json is damaged"),
     "another kind": (manifest(kind="model"), ValueError, "holds a 'model', but a 'bundle' was asked for"),
     "another seed's name": (another_seed_name, ValueError, "another seed: name is 'huge' there and 'tiny' here"),
-    "file changed": (file(VECTORS, b"x", sealed=False), ValueError, "was changed after it was written"),
+    "file changed": (file(ROUTING, b"x", sealed=False), ValueError, "was changed after it was written"),
     "file gone": (file(PROXIES, sealed=False), ValueError, "proxies.parquet missing"),
     "file never there": (file(PROXIES), ValueError, "proxies.parquet is missing"),
     "file smuggled in": (file("image.png", b"x", sealed=False), ValueError, "image.png not in the manifest"),
@@ -307,8 +345,10 @@ SPOILT = {
     "whole modules": (settings(modules_to_save=["proj"]), ValueError, f"{PLAIN}.*modules_to_save"),
     "start that changes the seed": (settings(init_lora_weights="pissa"), ValueError, f"{PLAIN}.*init_lora_weights"),
     "another PEFT method": (settings(peft_type="IA3"), ValueError, f"{PLAIN}, but is IA3"),
-    "vectors of another model": (vectors("routing_vectors", 3, 64), ValueError, r"\[2, 64\], but is \(3, 64\)"),
-    "vectors not finite": (vectors("routing_vectors", 2, 64, value=torch.nan), ValueError, "must hold finite numbers"),
+    "vectors of a deeper model": (routing(layers=3), ValueError, r"vectors \[2, 64\], but is \(3, 64\)"),
+    "vectors of a wider model": (routing(width=65), ValueError, r"vectors \[2, 64\], but is \(2, 65\)"),
+    "vectors not finite": (routing(value=torch.nan), ValueError, "must hold finite numbers"),
+    "vectors of another form": (routing(form="random"), ValueError, "is 'random', but must be mean or logistic"),
     "proxies no parquet": (file(PROXIES, b"nothing"), ValueError, "proxies.parquet can't be read as parquet"),
 }
 
@@ -323,8 +363,8 @@ def test_spoilt_bundle_is_refused_saying_what_and_where(what, sent, tiny_seed):
 
 
 MALFORMED = {"seed is null": manifest(inputs=dict(seed=None)), "no seed": manifest(inputs={}),
-             "no client": manifest(facts={}), "no vectors": vectors("other", 2, 64),
-             "vectors no safetensors": file(VECTORS, b"nothing"),
+             "no client": manifest(facts={}), "no vectors": routing(vectors="other"),
+             "vectors no safetensors": file(ROUTING, b"nothing"),
              "tensors no safetensors": file(TENSORS_FILE, b"nothing"),
              "config no JSON": file(CONFIG_FILE, b"nothing"), "config no object": file(CONFIG_FILE, b"[]"),
              "config without rank": file(CONFIG_FILE, b'{"peft_type": "LORA"}')}
@@ -370,7 +410,9 @@ def test_bundle_read_is_what_was_sent(tiny_clients, tiny_seed, tiny_bundles, tin
         for (layer, linear), pair in got.factors.items():
             for x, factor in zip("AB", pair):
                 assert torch.equal(factor, stored[f"base_model.model.{layer}.{linear}.lora_{x}.weight"])
-        assert torch.equal(got.vectors, load_file(folder / "expert" / VECTORS)["routing_vectors"])
+        stored = load_file(folder / "routing" / ROUTING)
+        assert got.routing.form == "mean" and stored.keys() == {"vectors", "biases"}
+        for part in stored: assert torch.equal(getattr(got.routing, part), stored[part])
         assert np.array_equal(got.proxies.ids, ProxySet.load(folder / "proxies" / PROXIES).ids)
         assert got.bytes == sum(path.stat().st_size for path in (folder / "bundle").rglob("*") if path.is_file())
         assert got.manifest["facts"] == dict(client=name, private_samples=len(client.train), proxies=12)
@@ -378,7 +420,7 @@ def test_bundle_read_is_what_was_sent(tiny_clients, tiny_seed, tiny_bundles, tin
 
 
 def test_bundle_is_where_it_is_read_not_where_it_was_written(sent, tiny_seed, tiny_bundles):
-    assert torch.equal(read_bundle(sent, tiny_seed).vectors, tiny_bundles[0].vectors)
+    assert torch.equal(read_bundle(sent, tiny_seed).routing.vectors, tiny_bundles[0].routing.vectors)
 
 
 def test_bundle_names_no_file_of_the_machine_that_made_it(tiny_clients, tiny_folder, tiny_seed_folder):

@@ -11,13 +11,14 @@ import torch
 from scipy.stats import binomtest
 
 import harmomoe.unify
-from harmomoe.bundle import FILES, read_bundle, save_expert
+from harmomoe.bundle import ADAPTER, ADAPTER_FILES, FILES, read_bundle, save_expert
 from harmomoe.core import MANIFEST, read_manifest
 from harmomoe.evaluate import Accuracy, accuracy, results_table, throughput, write_results
-from harmomoe.experts import Training, expert_data, load_expert, routing_vectors, train_expert, union_label_space
+from harmomoe.experts import Training, expert_data, load_expert, train, train_expert, union_label_space
 from harmomoe.finetune import finetune, observe_routing, proxy_union
-from harmomoe.moe import RouterSettings, load_model, save_model, unite
+from harmomoe.moe import RouterSettings, load_model, save_model
 from harmomoe.relevance import cached_embeddings, fine_tuned_classifier, linear_probe
+from harmomoe.routing import FILE as ROUTING
 from harmomoe.seed import labelled
 from harmomoe.unify import Config, open_benchmark, run_client, select_stage, unify
 
@@ -44,19 +45,6 @@ def task(tiny):
     return a.train, pool.train.select(range(12)), union_label_space(a.classes, pool.classes)
 
 
-@pytest.fixture(scope="module")
-def public_vectors(tiny):
-    return routing_vectors(tiny.seed, tiny.seed.tower, tiny.pool.train)
-
-
-@pytest.fixture
-def unite_with(tiny, public_vectors):
-    "A function (settings) -> the three bundles in one model, not fine-tuned."
-    def build(bundles=tiny.bundles, rng=0, **settings):
-        return unite(tiny.seed, bundles, public_vectors, RouterSettings(**settings), rng)
-    return build
-
-
 @torch.no_grad()
 def embed(seed, tower, data, batch_size=64):
     return torch.cat([seed.hidden(tower, batch) for batch in seed.batches(data, batch_size=batch_size)])
@@ -81,7 +69,7 @@ def test_only_ffn_weights_change_and_every_adapter_moves(tiny, task, tmp_path):
     moved = {name for name, value in weights(expert).items() if not torch.equal(value, weights(start)[name])}
     adapters = {name for name in weights(expert) if "lora_" in name}
     assert moved == adapters and len(adapters) == 2 * 2 * len(tiny.seed.layers)
-    save_expert(tmp_path, expert, routing_vectors(tiny.seed, expert, task[0]))
+    save_expert(tmp_path, expert)
     merged, seed = weights(load_expert(tiny.seed, tmp_path / "adapter")), weights(tiny.seed.tower)
     assert merged.keys() == seed.keys()
     changed = {name for name in seed if not torch.equal(merged[name], seed[name])}
@@ -89,10 +77,20 @@ def test_only_ffn_weights_change_and_every_adapter_moves(tiny, task, tmp_path):
 
 
 def test_expert_as_it_trained_and_as_it_is_loaded_are_one_model(tiny, task, tmp_path):
-    expert, _ = train_expert(tiny.seed, *task, SHORT, rank=4, alpha=8)
-    save_expert(tmp_path, expert, routing_vectors(tiny.seed, expert, task[0]))
-    loaded = load_expert(tiny.seed, tmp_path / "adapter")
-    assert close(embed(tiny.seed, expert, task[0]), embed(tiny.seed, loaded, task[0]))
+    for dropout in (0., .3):
+        expert, _ = train_expert(tiny.seed, *task, SHORT, rank=4, alpha=8, dropout=dropout)
+        save_expert(tmp_path, expert)
+        loaded = load_expert(tiny.seed, tmp_path / ADAPTER)
+        assert close(embed(tiny.seed, expert, task[0]), embed(tiny.seed, loaded, task[0]))
+
+
+def test_expert_on_the_clients_disk_is_an_adapter_and_nothing_else(tiny, task, tmp_path):
+    expert, _ = train_expert(tiny.seed, *task, replace(SHORT, epochs=0), rank=4)
+    save_expert(tmp_path, expert)
+    assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()} \
+        == set(ADAPTER_FILES)
+    with torch.no_grad(): next(p for name, p in expert.named_parameters() if "lora_A" in name)[0, 0] = torch.inf
+    with pytest.raises(FloatingPointError, match="of the expert is not finite"): save_expert(tmp_path, expert)
 
 
 def test_expert_without_proxies_trains_on_private_data_alone(tiny, task, monkeypatch):
@@ -113,14 +111,28 @@ def test_divergence_is_an_error_that_names_the_learning_rate(tiny, task):
         train_expert(tiny.seed, *task, Training(epochs=3, batch_size=16, learning_rate=1e9), rank=4)
 
 
-def test_same_seed_gives_the_same_bytes_and_another_seed_others(tiny, task, tmp_path):
-    for folder, rng in (("one", 5), ("two", 5), ("other", 6)):
+@pytest.mark.parametrize("dropout", [0., .3])
+def test_same_seed_gives_the_same_bytes_and_another_seed_others(dropout, tiny, task, tmp_path):
+    for folder, rng in (("one", 5), ("second", 5), ("other", 6)):
         np.random.seed(rng * 7); torch.manual_seed(len(folder))       # global generators play no part
         (tmp_path / folder).mkdir()
-        expert, _ = train_expert(tiny.seed, *task, SHORT, rank=4, rng=rng)
-        save_expert(tmp_path / folder, expert, routing_vectors(tiny.seed, expert, task[0]))
-    same_files(tmp_path / "one", tmp_path / "two", FILES[:3])
-    for name in FILES[1:3]: assert (tmp_path / "one" / name).read_bytes() != (tmp_path / "other" / name).read_bytes()
+        expert, _ = train_expert(tiny.seed, *task, SHORT, rank=4, dropout=dropout, rng=rng)
+        save_expert(tmp_path / folder, expert)
+    same_files(tmp_path / "one", tmp_path / "second", ADAPTER_FILES)
+    one, other = (tmp_path / folder / ADAPTER_FILES[1] for folder in ("one", "other"))
+    assert one.read_bytes() != other.read_bytes()
+
+
+def test_dropout_works_in_training_and_only_there(tiny, task):
+    plain, dropped = (train_expert(tiny.seed, *task, SHORT, rank=4, dropout=p)[0] for p in (0., .5))
+    assert weights(plain).keys() == weights(dropped).keys() and not same(weights(plain), weights(dropped))
+    for expert in (plain, dropped): assert not any(module.training for module in expert.modules())
+    assert torch.equal(embed(tiny.seed, dropped, task[0]), embed(tiny.seed, dropped, task[0]))
+    seen = []
+    dropped.register_forward_pre_hook(lambda module, inputs: seen.append(module.training))
+    train(tiny.seed, dropped, expert_data(*task[:2]), task[2], SHORT)      # trained on: from evaluation and back
+    assert seen and all(seen) and not any(module.training for module in dropped.modules())
+    assert not any(module.training for module in tiny.seed.tower.modules())
 
 
 @pytest.mark.parametrize("wrong, said", [
@@ -130,19 +142,6 @@ def test_same_seed_gives_the_same_bytes_and_another_seed_others(tiny, task, tmp_
     (dict(weight_decay=-1), "weight_decay is -1"), (dict(warmup_steps=-1), "warmup_steps is -1")])
 def test_training_settings_are_checked(wrong, said):
     with pytest.raises(ValueError, match=said): Training(**wrong)
-
-
-def test_routing_vectors_are_the_mean_of_what_enters_each_ffn(tiny, task):
-    expert, _ = train_expert(tiny.seed, *task, SHORT, rank=4)
-    for tower in (tiny.seed.tower, expert):
-        seen = {layer: [] for layer in tiny.seed.layers}
-        handles = [module.register_forward_pre_hook(lambda module, inputs, into=into: into.append(inputs[0].double()))
-                   for name, module in tower.named_modules() for layer, into in seen.items() if name.endswith(layer)]
-        embed(tiny.seed, tower, task[0], batch_size=1)
-        for handle in handles: handle.remove()
-        expected = torch.stack([torch.cat(z).flatten(0, 1).mean(0) for z in seen.values()])
-        for batch_size in (256, 7):
-            assert close(routing_vectors(tiny.seed, tower, task[0], batch_size).double(), expected)
 
 
 # ---- relevance and selection
@@ -215,24 +214,13 @@ def test_more_proxies_than_dimensions_are_completed(selection, tiny, tmp_path):
 
 # ---- one client: finished work is kept, changed work is done again
 
-@pytest.fixture
-def client(tiny, tmp_path):
-    "A function (settings, ...) that runs client a again, in a copy of its finished folder."
-    shutil.copytree(tiny.work / "a", tmp_path / "a")
-
-    def run(train=None, **changes):
-        domain = tiny.a if train is None else replace(tiny.a, train=train)
-        settings = replace(tiny.settings, **changes)
-        return run_client(domain, tiny.seed, tiny.pool, tiny.embeddings, settings, tmp_path / "a")
-    return run
-
-
 def test_second_run_trains_nothing_and_sends_the_same(client, tiny, tmp_path, monkeypatch):
-    for name in ("train_expert", "select_proxies", "linear_probe", "routing_vectors"):
+    for name in ("train_expert", "select_proxies", "linear_probe", "client_routing"):
         monkeypatch.setattr(harmomoe.unify, name, forbidden)
-    stamp = (tmp_path / "a" / "expert" / MANIFEST).stat().st_mtime_ns
+    kept = [tmp_path / "a" / kind / MANIFEST for kind in ("proxies", "expert", "routing")]
+    stamps = [path.stat().st_mtime_ns for path in kept]
     assert client() == tmp_path / "a" / "bundle"
-    assert (tmp_path / "a" / "expert" / MANIFEST).stat().st_mtime_ns == stamp
+    assert [path.stat().st_mtime_ns for path in kept] == stamps
     same_files(tmp_path / "a" / "bundle", tiny.work / "a" / "bundle", (*FILES, MANIFEST))
 
 
@@ -241,19 +229,21 @@ def test_expert_is_kept_when_only_the_servers_settings_change(client, monkeypatc
     client(finetune=SHORT, router=RouterSettings(top_k=2), public_samples=30)
 
 
-CHANGES = [dict(expert=SHORT), dict(rank=2), dict(alpha=4), dict(proxies=11), dict(selection="similarity"),
-           dict(proxy_aligned=False), dict(rng=1)]
+CHANGES = [dict(expert=SHORT), dict(rank=2), dict(alpha=4), dict(dropout=.2), dict(proxies=11),
+           dict(selection="similarity"), dict(proxy_aligned=False), dict(rng=1)]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: next(iter(change)))
 def test_expert_is_trained_again_when_what_it_depends_on_changes(change, client, tmp_path):
-    before = (tmp_path / "a" / "expert" / FILES[1]).read_bytes()
+    files = [tmp_path / "a" / "expert" / ADAPTER_FILES[1], tmp_path / "a" / "routing" / ROUTING]
+    before = [file.read_bytes() for file in files]
     client(**change)
-    assert (tmp_path / "a" / "expert" / FILES[1]).read_bytes() != before
+    for file, content in zip(files, before): assert file.read_bytes() != content
+    assert (tmp_path / "a" / "bundle" / ROUTING).read_bytes() == files[1].read_bytes()
 
 
 def test_expert_is_trained_again_when_the_private_data_or_its_own_file_change(client, tiny, tmp_path):
-    file = tmp_path / "a" / "expert" / FILES[1]
+    file = tmp_path / "a" / "expert" / ADAPTER_FILES[1]
     before = file.read_bytes()
     file.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
     client()
@@ -264,23 +254,28 @@ def test_expert_is_trained_again_when_the_private_data_or_its_own_file_change(cl
     assert file.read_bytes() != before
 
 
-def test_interrupted_training_leaves_no_expert_and_no_bundle_and_is_taken_up(tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize("where, left", [
+    ("save_expert", ["embeddings", "proxies"]), ("client_routing", ["embeddings", "expert", "proxies"])])
+def test_interrupted_stage_leaves_nothing_of_its_own_and_is_taken_up(where, left, tiny, tmp_path, monkeypatch):
     arguments = tiny.a, tiny.seed, tiny.pool, tiny.embeddings, tiny.settings, tmp_path / "a"
 
     def interrupted(*args, **kwargs): raise KeyboardInterrupt
     with monkeypatch.context() as patch:
-        patch.setattr(harmomoe.unify, "routing_vectors", interrupted)
+        patch.setattr(harmomoe.unify, where, interrupted)
         with pytest.raises(KeyboardInterrupt): run_client(*arguments)
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["proxies"]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == left
+    if "expert" in left: monkeypatch.setattr(harmomoe.unify, "train_expert", forbidden)
     run_client(*arguments)
     same_files(tmp_path / "a" / "bundle", tiny.work / "a" / "bundle", FILES)
 
 
-def test_expert_that_diverged_in_its_very_last_step_is_not_kept_and_not_sent(tiny, tmp_path):
+@pytest.mark.parametrize("form", ["mean", "logistic"])
+def test_expert_that_diverged_in_its_very_last_step_is_not_sent(form, tiny, tmp_path):
     one_step = Training(epochs=1, batch_size=1000, learning_rate=1e38)
-    with pytest.raises(FloatingPointError):
-        run_client(tiny.a, tiny.seed, tiny.pool, tiny.embeddings, replace(tiny.settings, expert=one_step), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["proxies"]
+    settings = replace(tiny.settings, expert=one_step, router=RouterSettings(initial=form))
+    with pytest.raises(FloatingPointError, match="Lower the learning rate"):
+        run_client(tiny.a, tiny.seed, tiny.pool, tiny.embeddings, settings, tmp_path)
+    assert not (tmp_path / "routing").exists() and not (tmp_path / "bundle").exists()
 
 
 # ---- the server
@@ -342,6 +337,7 @@ def test_model_gives_an_image_the_same_embedding_in_every_batch(unified, tiny):
 
 EVERY = [dict(), dict(top_k=2), dict(top_k=4), dict(top_k=3, renormalise=True), dict(seed_expert=False),
          dict(shared_blend=True), dict(blend=1.), dict(blend=0., learn_blend=False), dict(initial="random"),
+         dict(initial="logistic"), dict(initial="logistic", top_k=2, seed_expert=False, shared_blend=True),
          dict(top_k=3, seed_expert=False, shared_blend=True)]
 NAMES = [" ".join(f"{key}={value}" for key, value in settings.items()) or "default" for settings in EVERY]
 
@@ -368,7 +364,9 @@ def test_layer_is_the_weighted_sum_of_dense_experts(settings, unite_with, tiny):
         ffns = [tiny.seed.tower.get_submodule(path)] * settings.get("seed_expert", True)
         ffns += [load_expert(tiny.seed, bundle.folder / "adapter").get_submodule(path) for bundle in tiny.bundles]
         e, mixed = layer.router.vectors, layer.router.blend
-        pi = (((1 - mixed) * z + mixed * z.mean(1, keepdim=True)) @ e.T).softmax(-1)
+        logits = ((1 - mixed) * z + mixed * z.mean(1, keepdim=True)) @ e.T
+        if settings.get("initial") == "logistic": logits = logits + layer.router.biases
+        pi = logits.softmax(-1)
         kept = pi >= pi.topk(model.settings.top_k, dim=-1).values[..., -1:]
         pi = torch.where(kept, pi, 0.)
         if model.settings.renormalise: pi = pi / pi.sum(-1, keepdim=True)
@@ -393,7 +391,8 @@ def test_only_is_undone_after_an_error_and_can_be_nested(unite_with, tiny):
     model = unite_with(top_k=2)
     with pytest.raises(KeyError), model.only("a", "b"):
         with model.only("c"): assert observe_routing(model, tiny.pool.test).load[:, 3].tolist() == [1, 1]
-        assert observe_routing(model, tiny.pool.test).load.tolist() == [[0, .5, .5, 0]] * 2
+        load = observe_routing(model, tiny.pool.test).load
+        assert (load[:, 1:3] > 0).all() and not load[:, [0, 3]].any()
         raise KeyError
     assert all(layer.router.active.all() and layer.router.top_k == 2 for layer in model.layers)
     for names, said in ((("a", "d"), "no expert 'd'; this model has seed, a, b, c"), ((), "name at least one expert")):
@@ -417,7 +416,9 @@ def test_every_token_gets_k_experts_and_renormalised_weights_sum_to_one(unite_wi
     for k in (1, 2, 3, 4):
         models = (unite_with(top_k=k, renormalise=value) for value in (False, True))
         plain, normed = (observe_routing(model, tiny.pool.test) for model in models)
-        assert (plain.load <= 1 / k + 1e-6).all() and np.allclose(plain.load[0], normed.load[0])
+        if k == 4: assert np.allclose(plain.load, normed.load)
+        with torch.no_grad(): experts = unite_with(top_k=k).layers[0].router(torch.randn(3, 5, 64))[1]
+        assert experts.shape == (3, 5, k) and all(len(set(chosen)) == k for chosen in experts.flatten(0, 1).tolist())
         assert np.allclose(normed.weight, 1)
         assert np.allclose(plain.weight, 1) == (k == 4)
 
@@ -441,8 +442,8 @@ def test_shared_blend_of_zero_is_shared_too(unite_with):
     assert first is second
 
 
-def test_routing_vectors_start_from_means_or_at_random_by_the_seed(unite_with, tiny, public_vectors):
-    means = torch.stack([public_vectors, *(bundle.vectors for bundle in tiny.bundles)], 1)
+def test_routing_vectors_start_from_means_or_at_random_by_the_seed(unite_with, tiny, tiny_public):
+    means = torch.stack([r.vectors for r in (tiny_public["mean"], *(bundle.routing for bundle in tiny.bundles))], 1)
 
     def start(**settings):
         return torch.stack([layer.router.vectors.detach() for layer in unite_with(**settings).layers])
@@ -529,6 +530,7 @@ POSITIVE = ("negatives", "candidates", "proxies", "rank", "alpha", "public_sampl
 @pytest.mark.parametrize("wrong, said", [
     (dict(relevance="svm"), "relevance is 'svm', but must be one of probe, finetune"),
     (dict(selection="best"), "selection is 'best', but must be one of dpp, similarity, random"),
+    *((dict(dropout=value), f"dropout is {value}") for value in (-.1, 1., 1.5)),
     (dict(candidates=10, proxies=11), "m = 11.*cannot exceed candidates.*n = 10"),
     *(({name: value}, f"{name} is {value}, but must be positive") for name in POSITIVE for value in (0, -1))])
 def test_settings_are_checked(wrong, said):
@@ -537,7 +539,7 @@ def test_settings_are_checked(wrong, said):
 
 
 def test_router_settings_are_checked_by_name():
-    with pytest.raises(ValueError, match="'zero' is neither 'mean' nor 'random'"): RouterSettings(initial="zero")
+    with pytest.raises(ValueError, match="'zero' is none of mean, logistic, random"): RouterSettings(initial="zero")
 
 
 @pytest.mark.parametrize("wrong", [dict(blend=1.5), dict(blend=-.1), dict(top_k=0), dict(top_k=-1)], ids=str)
@@ -552,6 +554,7 @@ def test_fill_is_checked_before_long_work():
 def test_defaults_are_the_papers():
     paper = Config()
     assert (paper.candidates, paper.proxies, paper.negatives, paper.rank, paper.alpha) == (3000, 500, 10_000, 16, 32)
+    assert paper.dropout == 0
     assert paper.expert == Training(10, 128, .01, "sgd", .9, 1e-4, 0)
     assert paper.finetune == Training(5, 128, .001, "sgd", .9, 1e-4, 0)
     assert paper.router == RouterSettings(1, True, .3, True, False, False, "mean")

@@ -20,7 +20,7 @@ from PIL import Image
 import harmomoe.evaluate
 import harmomoe.seed
 import harmomoe.unify
-from harmomoe.bundle import FILES
+from harmomoe.bundle import ADAPTER_FILES, FILES
 from harmomoe.core import MANIFEST, read_manifest, seeded
 from harmomoe.evaluate import accuracy
 from harmomoe.moe import load_model
@@ -52,7 +52,8 @@ def output_of(notebook):
 @pytest.fixture(scope="module")
 def parameters(tiny_folder, tiny_seed_folder):
     return dict(backbone=str(tiny_seed_folder), data=str(tiny_folder), clients="a,b,c", pool="pool", candidates=40,
-                proxies=12, rank=4, epochs=2, finetune_epochs=1, batch_size=16, threads=1)
+                proxies=12, rank=4, epochs=2, finetune_epochs=1, batch_size=16, seed_expert=True,
+                top_k=1, router_initial="mean", threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +141,8 @@ def test_every_stage_leaves_a_verified_artefact(finished):
     artefacts = [path.parent for path in folder.rglob(MANIFEST)]
     kinds = {path.relative_to(folder).as_posix(): read_manifest(path)["kind"] for path in artefacts}
     expected = {"pool": "embeddings", "model": "model"}
-    expected |= {f"clients/{name}/{kind}": kind for name in DOMAINS for kind in ("proxies", "expert", "bundle")}
+    stages = "embeddings", "proxies", "expert", "routing", "bundle"
+    expected |= {f"clients/{name}/{kind}": kind for name in DOMAINS for kind in stages}
     expected |= {f"accuracy/{method.replace(':', '-')}-{name}": "accuracy" for method in METHODS for name in DOMAINS}
     assert kinds == expected
     assert all(set(read_manifest(folder / "clients" / name / "bundle")["files"]) == set(FILES) for name in DOMAINS)
@@ -162,30 +164,39 @@ def test_notebook_shows_table_proxies_and_routing(finished):
 # ---- the second run
 
 def test_second_run_trains_and_measures_nothing_and_gives_the_same_table(again, parameters, run_cells, monkeypatch):
-    for name in ("train_expert", "routing_vectors", "linear_probe", "select_proxies", "finetune", "unite"):
+    for name in ("train_expert", "client_routing", "public_routing", "linear_probe", "select_proxies", "finetune",
+                 "unite"):
         monkeypatch.setattr(harmomoe.unify, name, forbidden)
     monkeypatch.setattr(harmomoe.unify, "unify", forbidden)
     monkeypatch.setattr(harmomoe.evaluate, "accuracy", forbidden)
     before, first = stamps(again), {suffix: (again / f"table.{suffix}").read_bytes() for suffix in ("csv", "md")}
     for file in again.glob("table.*"): file.unlink()
     run_cells(RUN_CV, parameters | dict(out=str(again)))
-    assert stamps(again) == before and len(before) == 2 + 3 * 2 + 5 * 3
+    assert stamps(again) == before and len(before) == 2 + 3 * 4 + 5 * 3
     assert {suffix: (again / f"table.{suffix}").read_bytes() for suffix in ("csv", "md")} == first
 
 
-def test_run_without_fine_tuning_reuses_the_experts(again, parameters, run_cells, monkeypatch):
+@pytest.mark.parametrize("changes, again_too", [
+    (dict(finetune_epochs=0, top_k=2, seed_expert=False, shared_blend=True), ()),
+    (dict(router_initial="logistic"), [f"clients/{name}/routing" for name in DOMAINS])], ids=["server", "routing"])
+def test_run_with_another_router_reuses_the_experts(changes, again_too, again, parameters, run_cells, monkeypatch):
     monkeypatch.setattr(harmomoe.unify, "train_expert", forbidden)
     before = stamps(again)
-    other = dict(finetune_epochs=0, top_k=2, seed_expert=False, shared_blend=True)
-    run_cells(RUN_CV, parameters | dict(out=str(again)) | other)
-    assert {path for path, stamp in stamps(again).items() if before[path] != stamp} \
-        == {"model/manifest.json", *(f"accuracy/harmomoe-{name}/manifest.json" for name in DOMAINS)}
-    assert load_model(again / "model").experts == DOMAINS
+    run_cells(RUN_CV, parameters | dict(out=str(again)) | changes)
+    new = {path.rpartition("/")[0] for path, stamp in stamps(again).items() if before[path] != stamp}
+    measured = {path for path in new if path.startswith("accuracy/expert-")}
+    assert new - measured == {"model", *(f"accuracy/harmomoe-{name}" for name in DOMAINS), *again_too}
+    assert again_too or not measured                          # where bundles change, experts may be measured again
+    settings = {key: value for key, value in changes.items() if key in ("top_k", "seed_expert", "shared_blend")}
+    settings |= dict(initial=changes.get("router_initial", "mean"))
+    model = load_model(again / "model")
+    assert settings.items() <= vars(model.settings).items()
+    assert model.experts == (DOMAINS if "seed_expert" in changes else ["seed", *DOMAINS])
 
 
 def test_interrupted_run_goes_on_with_the_client_that_was_not_finished(again, parameters, run_cells, monkeypatch):
     for gone in ("clients/c/expert", "clients/c/bundle", "model"): shutil.rmtree(again / gone)
-    (again / "clients" / "b" / "expert" / FILES[1]).write_bytes(b"cut off")
+    (again / "clients" / "b" / "expert" / ADAPTER_FILES[1]).write_bytes(b"cut off")
     trained, train = [], harmomoe.unify.train_expert
 
     def count(seed, data, *rest):
@@ -236,7 +247,7 @@ WRONG = {
     "unknown selection": (dict(selection="best"), ValueError, "selection is 'best', but must be one of"),
     "unknown relevance": (dict(relevance="svm"), ValueError, "relevance is 'svm', but must be one of"),
     "unknown optimizer": (dict(optimizer="adam"), ValueError, "'adam' is neither 'sgd' nor 'adamw'"),
-    "unknown start of the router": (dict(router_initial="zero"), ValueError, "'zero' is neither 'mean' nor 'random'"),
+    "unknown start of the router": (dict(router_initial="zero"), ValueError, "'zero' is none of mean, logistic, rand"),
     "rank 0": (dict(rank=0), ValueError, "rank is 0, but must be positive"),
     "negative epochs": (dict(epochs=-1), ValueError, "epochs is -1"),
     "batches of none": (dict(batch_size=0), ValueError, "batch_size is 0"),
@@ -280,8 +291,8 @@ def test_papers_backbone_offline_is_one_error_that_names_three_ways_on(backbone,
     monkeypatch.setenv("HF_HOME", str(tmp_path))              # no cache either
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *args, **kwargs: None)
     with pytest.raises(ConnectionError) as caught: run_cells(RUN_CV, dict(backbone=backbone))
-    for part in (f"weights of {backbone.replace('/', '-')} are not on this machine", "HF_HUB_OFFLINE", "Three ways on",
-                 "network", "-p weights FILE", "embedded"): assert part in str(caught.value)
+    for part in (f"weights of {backbone.replace('/', '-')}: not in the local cache", "HF_HUB_OFFLINE", "(1)", "network",
+                 "(2)", "-p weights FILE", "(3)", "embedded"): assert part in str(caught.value)
     assert caught.value.__cause__ is None and list(tmp_path.iterdir()) == []
 
 
