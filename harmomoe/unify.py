@@ -69,7 +69,7 @@ class Config:
                      dropout=.2, router=EMBEDDED_ROUTER, finetune=EMBEDDED_FINETUNE)
         return cls(**(small | changes))
 
-EMBEDDED_EXPERT = Training(epochs=12, batch_size=32, learning_rate=3e-3, optimizer="adamw", weight_decay=0.)
+EMBEDDED_EXPERT = Training(epochs=10, batch_size=32, learning_rate=3e-3, optimizer="adamw", weight_decay=0.)
 EMBEDDED_ROUTER = RouterSettings(top_k=2, seed_expert=False, blend=1., initial="logistic")
 EMBEDDED_FINETUNE = Training(epochs=5, batch_size=64, learning_rate=1e-5, optimizer="adamw", weight_decay=0.)
 
