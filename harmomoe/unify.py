@@ -10,13 +10,13 @@ __all__ = ['EMBEDDED_EXPERT', 'EMBEDDED_ROUTER', 'EMBEDDED_FINETUNE', 'Config', 
 
 # %% ../nbs/17_unify.ipynb #0907fd20
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from datasets import Dataset
 
-from .bundle import ADAPTER, PROXIES, Bundle, read_bundle, save_expert, write_bundle
+from .bundle import ADAPTER, PROXIES, Bundle, save_expert, write_bundle
 from .core import digest, read_manifest, stage
 from .domains import Benchmark, Domain, fingerprint, list_domains, load_benchmark, split_alias
 from .experts import Training, load_expert, train_expert, union_label_space
