@@ -6,7 +6,7 @@ Docs: https://harmomoe.github.io/harmomoe/core.html.md"""
 
 # %% auto #0
 __all__ = ['MANIFEST', 'sha256_file', 'digest', 'atomic_directory', 'package_versions', 'write_manifest', 'read_manifest',
-           'stage', 'seeded', 'check_parameters']
+           'stage', 'keep', 'seeded', 'check_parameters']
 
 # %% ../nbs/00_core.ipynb #3bca72a7
 import ast, builtins, difflib, hashlib, json, os, random, shutil
@@ -125,6 +125,14 @@ def stage(path: str | Path, # folder of the artefact
         facts = build(partial) or {}
         write_manifest(partial, kind, inputs, **facts)
     return path
+
+def keep(folder: str | Path, # where all versions of the artefact are
+    kind: str, # what it is, such as "expert"
+    inputs: dict, # everything that its content depends on (JSON values)
+    build: Callable[[Path], dict | None], # fills the folder it is given; may return facts for the manifest
+    ) -> Path: # `folder/KIND-DIGEST`, holding a verified artefact
+    "As `stage`, but versions made from other inputs stay beside it, so that changing a setting back costs nothing."
+    return stage(Path(folder, f"{kind}-{digest(json.loads(json.dumps(inputs)))[:12]}"), kind, inputs, build)
 
 # %% ../nbs/00_core.ipynb #941f1318
 @contextmanager

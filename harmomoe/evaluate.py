@@ -16,9 +16,8 @@ import numpy as np
 import pandas as pd
 import torch
 from datasets import Dataset
-from torch import nn
 
-from .seed import ImageSeed
+from .seed import Model
 
 # %% ../nbs/16_evaluate.ipynb #4809fdd1
 @dataclass(frozen=True)
@@ -41,8 +40,7 @@ class Accuracy:
 
 # %% ../nbs/16_evaluate.ipynb #f4a08681
 @torch.no_grad()
-def accuracy(seed: ImageSeed, # gives batches and scores
-    tower: nn.Module, # the seed's tower, an expert, or the tower of a unified model
+def accuracy(model: Model, # the seed or an expert (`Model(seed, tower)`), or a unified model
     data: Dataset, # columns `image` and `label`
     classes: list[str], # the label space: the class names of the domain
     batch_size: int = 256,
@@ -50,9 +48,9 @@ def accuracy(seed: ImageSeed, # gives batches and scores
     ) -> Accuracy:
     "Top-1 accuracy over the domain's own classes. `ValueError` for an empty data set or a class not in `classes`."
     if not len(data): raise ValueError("accuracy needs at least one sample, but the data set is empty.")
-    score, correct = seed.scorer(classes), 0
-    for batch in seed.batches(data, classes, batch_size, workers=workers):
-        correct += (score(tower, batch).argmax(1).cpu() == batch["targets"]).sum().item()
+    score, correct = model.scorer(classes), 0
+    for batch in model.seed.batches(data, classes, batch_size, workers=workers):
+        correct += (score(batch).argmax(1).cpu() == batch["targets"]).sum().item()
     return Accuracy(correct, len(data))
 
 # %% ../nbs/16_evaluate.ipynb #c04d212d
@@ -82,21 +80,22 @@ def write_results(folder: str | Path, # an existing folder
 
 # %% ../nbs/16_evaluate.ipynb #15f23b3e
 @torch.no_grad()
-def throughput(seed: ImageSeed, # gives the forward pass
-    towers: dict[str, nn.Module], # name -> tower; the first is what the others are compared with
+def throughput(models: dict[str, Model], # name -> model; the first is what the others are compared with
     data: Dataset, # one batch is taken from its start
+    classes: list[str], # the label space that the batch is scored over
     batch_size: int = 64,
-    rounds: int = 7, # each runs every tower once; a first round warms up and is not counted
+    rounds: int = 7, # each runs every model once; a first round warms up and is not counted
     ) -> pd.DataFrame: # index "model"; samples per second (median), ratio to the first: median, lowest, highest
     "Inference speed, interleaved."
-    batch = next(iter(seed.batches(data, batch_size=batch_size)))
-    n, seconds = len(batch["targets"]), {name: [] for name in towers}
+    batch = next(iter(next(iter(models.values())).seed.batches(data, batch_size=batch_size)))
+    n, seconds = len(batch["targets"]), {name: [] for name in models}
+    scorers = {name: model.scorer(classes) for name, model in models.items()}
     for _ in range(rounds + 1):
-        for name, tower in towers.items():
+        for name, score in scorers.items():
             start = time.perf_counter()
-            seed.hidden(tower, batch).sum().item()
+            score(batch).sum().item()
             seconds[name].append(time.perf_counter() - start)
     taken = np.array(list(seconds.values()))[:, 1:]
     ratio = taken[0] / taken
     return pd.DataFrame({"samples/s": n / np.median(taken, 1), "ratio": np.median(ratio, 1), "lowest": ratio.min(1),
-                         "highest": ratio.max(1)}, index=list(towers)).rename_axis("model")
+                         "highest": ratio.max(1)}, index=list(models)).rename_axis("model")

@@ -10,7 +10,7 @@ __all__ = ['union_label_space', 'expert_data', 'Training', 'check_finite', 'trai
 # %% ../nbs/10_experts.ipynb #a96d6b23
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterable
+from typing import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -81,11 +81,15 @@ def train(seed: ImageSeed, # gives batches, scores and the loss
     rng: int = 0, # order of the samples
     workers: int = 0, # processes that decode images
     progress: str = "", # label of the progress bar; empty for none
+    loss: Callable[[nn.Module, dict], Tensor] | None = None, # (tower, batch) -> mean loss; None is the cross-entropy
     ) -> list[float]: # mean loss of each epoch
-    """Minimise the cross-entropy over `label_space`. Raises `FloatingPointError` as soon as the loss is not finite, or
+    """Minimise the cross-entropy of the scores over `label_space`, or another loss. Raises `FloatingPointError` as soon as the loss is not finite, or
     if the weights are not in the end."""
     parameters = {name: p for name, p in tower.named_parameters() if p.requires_grad}
-    optimizer, score = training.optimizer_for(parameters.values()), seed.scorer(label_space)
+    optimizer = training.optimizer_for(parameters.values())
+    if loss is None:
+        score = seed.scorer(label_space)
+        loss = lambda tower, batch: F.cross_entropy(score(tower, batch), batch["targets"].to(seed.device))
     batches = seed.batches(data, label_space, training.batch_size, shuffle_seed=rng, workers=workers)
     losses, step = [], 0
     tower.train() # LoRA's dropout
@@ -97,12 +101,12 @@ def train(seed: ImageSeed, # gives batches, scores and the loss
                 step += 1
                 for group in optimizer.param_groups:
                     group["lr"] = training.learning_rate * min(1., step / max(1, training.warmup_steps))
-                loss = F.cross_entropy(score(tower, batch), batch["targets"].to(seed.device))
-                if not torch.isfinite(loss):
-                    raise FloatingPointError(f"the loss is {loss.item()} in epoch {epoch + 1}: lower the learning rate "
-                                             f"(it is {training.learning_rate}).")
-                optimizer.zero_grad(); loss.backward(); optimizer.step()
-                summed += loss.item() * len(batch["targets"])
+                value = loss(tower, batch)
+                if not torch.isfinite(value):
+                    raise FloatingPointError(f"the loss is {value.item()} in epoch {epoch + 1}: lower the learning "
+                                             f"rate (it is {training.learning_rate}).")
+                optimizer.zero_grad(); value.backward(); optimizer.step()
+                summed += value.item() * len(batch["targets"])
                 bar.update()
             losses.append(summed / len(data))
             bar.set_postfix(loss=f"{losses[-1]:.3f}")

@@ -6,10 +6,9 @@ Docs: https://harmomoe.github.io/harmomoe/unify.html.md"""
 
 # %% auto #0
 __all__ = ['EMBEDDED_EXPERT', 'EMBEDDED_ROUTER', 'EMBEDDED_FINETUNE', 'Config', 'open_benchmark', 'check_settings',
-           'select_stage', 'run_client', 'unify']
+           'select_stage', 'public_sample', 'expert_stage', 'run_client', 'unify']
 
 # %% ../nbs/17_unify.ipynb #0907fd20
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import numpy as np
 from datasets import Dataset
 
 from .bundle import ADAPTER, PROXIES, Bundle, save_expert, write_bundle
-from .core import digest, read_manifest, stage
+from .core import digest, keep, read_manifest
 from .domains import Benchmark, Domain, fingerprint, list_domains, load_benchmark, split_alias
 from .experts import Training, load_expert, train_expert, union_label_space
 from .finetune import PAPER_FINETUNE, finetune, observe_routing, proxy_union
@@ -40,6 +39,7 @@ class Config:
     selection: str = "dpp" # "dpp", "similarity" or "random"
     fill: str | None = "dpp" # what follows when a DPP reaches the embeddings' rank: another round, "relevance", or None
     proxy_aligned: bool = True # whether experts train on their proxies too (Section 3.3)
+    private_training: bool = True # whether experts train on private data; without, on proxies alone (Appendix H.3)
     rank: int = 16 # r of LoRA
     alpha: float = 32 # scale of LoRA
     dropout: float = 0. # LoRA's dropout
@@ -55,6 +55,8 @@ class Config:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, but must be one of "
                                  f"{', '.join(map(str, choices))}.")
+        if not (self.proxy_aligned or self.private_training):
+            raise ValueError("with proxy_aligned and private_training both off, experts have nothing to train on.")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}, but must be at least 0 and below 1.")
         for name in ("negatives", "candidates", "proxies", "rank", "alpha", "public_samples"):
@@ -68,6 +70,12 @@ class Config:
         small = dict(candidates=1000, proxies=150, public_samples=2000, expert=EMBEDDED_EXPERT,
                      dropout=.2, router=EMBEDDED_ROUTER, finetune=EMBEDDED_FINETUNE)
         return cls(**(small | changes))
+
+    def released(self) -> "Config":
+        "These settings with the choices of the authors' released code where it departs from the paper."
+        router = replace(self.router, top_k=1, seed_expert=False, renormalise=True, initial="mean", blend=.3,
+                         shared_blend=False)
+        return replace(self, candidates=max(2 * self.candidates // 3, self.proxies), router=router)
 
 EMBEDDED_EXPERT = Training(epochs=10, batch_size=32, learning_rate=3e-3, optimizer="adamw", weight_decay=0.)
 EMBEDDED_ROUTER = RouterSettings(top_k=2, seed_expert=False, blend=1., initial="logistic")
@@ -120,58 +128,80 @@ def select_stage(domain: Domain, # the client's private data
     folder: str | Path, # the client's folder
     workers: int = 0, # processes that decode images
     ) -> tuple[ProxySet, Relevance]:
-    "Relevance and proxies of one client (lines 3 to 8 of Algorithm 1), kept in `folder/proxies`."
+    "Relevance and proxies of one client (lines 3 to 8 of Algorithm 1)."
     public = fingerprint(pool)
-    fields = "relevance", "negatives", "candidates", "proxies", "selection", "fill", "rng"
-    choices = {name: getattr(config, name) for name in fields}
-    inputs = dict(private=fingerprint(domain.train), pool=public, seed=seed.identity, **choices)
-    def build(partial):
+    judged = dict(private=fingerprint(domain.train), pool=public, seed=seed.identity, relevance=config.relevance,
+                  negatives=config.negatives, rng=config.rng)
+    def judge(partial):
         r = _relevance(seed, domain, pool, embeddings, config, folder, workers)
-        chosen = select_proxies(embeddings, r.scores, config.proxies, config.candidates, config.selection, config.rng,
-                                public, config.fill)
-        chosen.save(partial / PROXIES)
         np.savez(partial / "relevance.npz", scores=r.scores, private=r.private)
-        (partial / "relevance.json").write_text(json.dumps(r.facts))
         return r.facts
-    folder = stage(Path(folder, "proxies"), "proxies", inputs, build)
-    kept, facts = np.load(folder / "relevance.npz"), json.loads((folder / "relevance.json").read_text())
-    return ProxySet.load(folder / PROXIES), Relevance(kept["scores"], kept["private"], facts)
+    path = keep(folder, "relevance", judged, judge)
+    stored = np.load(path / "relevance.npz")
+    r = Relevance(stored["scores"], stored["private"], read_manifest(path)["facts"])
+    fields = "candidates", "proxies", "selection", "fill"
+    def select(partial):
+        select_proxies(embeddings, r.scores, config.proxies, config.candidates, config.selection, config.rng, public,
+                       config.fill).save(partial / PROXIES)
+    path = keep(folder, "proxies", judged | {name: getattr(config, name) for name in fields}, select)
+    return ProxySet.load(path / PROXIES), r
 
-def _public_sample(pool: Domain, config: Config) -> Dataset:
+def public_sample(pool: Domain, # the public pool
+    config: Config,
+    ) -> Dataset: # `config.public_samples` random samples of it, the same for everybody
+    "The public samples that routing vectors are computed from."
     rows = np.random.default_rng(config.rng).permutation(len(pool.train))[:config.public_samples]
     return pool.train.select(np.sort(rows))
+
+def _training_data(domain, proxies, pool, config) -> tuple[Dataset, Dataset | None]:
+    public = pool.train.select(proxies.ids) if config.proxy_aligned else None
+    return (domain.train, public) if config.private_training else (public, None)
+
+def expert_stage(domain: Domain, # the client's private data
+    seed: ImageSeed, # the shared seed
+    pool: Domain, # the public pool
+    proxies: ProxySet, # the client's proxies
+    config: Config,
+    folder: str | Path, # the client's folder
+    workers: int = 0, # processes that decode images
+    progress: bool = False, # show a progress bar
+    ) -> Path: # folder with the adapter; the manifest's facts have `losses`, by epoch
+    "The expert of one client (line 10 of Algorithm 1)."
+    train, public = _training_data(domain, proxies, pool, config)
+    inputs = dict(train=fingerprint(train), pool=proxies.pool_fingerprint, seed=seed.identity,
+                  proxies=None if public is None else proxies.ids.tolist(), training=asdict(config.expert),
+                  rank=config.rank, alpha=config.alpha, dropout=config.dropout, classes=domain.classes,
+                  public_classes=pool.classes, rng=config.rng)
+    def build(partial):
+        label_space = union_label_space(domain.classes, pool.classes)
+        expert, losses = train_expert(seed, train, public, label_space, config.expert, config.rank, config.alpha,
+                                      config.dropout, config.rng, workers, f"expert {domain.name}" if progress else "")
+        save_expert(partial, expert)
+        return dict(losses=losses)
+    return keep(folder, "expert", inputs, build)
 
 def run_client(domain: Domain, # the client's private data
     seed: ImageSeed, # the shared seed
     pool: Domain, # the public pool
     embeddings: np.ndarray, # float32 [N, d], embeddings of `pool.train`
     config: Config,
-    folder: str | Path, # where the client works; `folder/bundle` is what it sends
+    folder: str | Path, # where the client works
     workers: int = 0, # processes that decode images
     progress: bool = False, # show a progress bar
+    bundle: str | Path | None = None, # folder of what it sends; None is `folder/bundle`
     ) -> Path: # the bundle
     "Everything one client does, alone (lines 2 to 11 of Algorithm 1)."
     folder = Path(folder)
     proxies, _ = select_stage(domain, seed, pool.train, embeddings, config, folder, workers)
-    public = pool.train.select(proxies.ids) if config.proxy_aligned else None
-    inputs = dict(private=fingerprint(domain.train), pool=proxies.pool_fingerprint, proxies=proxies.ids.tolist(),
-                  seed=seed.identity, aligned=config.proxy_aligned, training=asdict(config.expert), rank=config.rank,
-                  alpha=config.alpha, dropout=config.dropout, public_classes=pool.classes, rng=config.rng)
-    def build(partial):
-        label_space = union_label_space(domain.classes, pool.classes)
-        expert, losses = train_expert(seed, domain.train, public, label_space, config.expert, config.rank, config.alpha,
-                                      config.dropout, config.rng, workers, f"expert {domain.name}" if progress else "")
-        save_expert(partial, expert)
-        return dict(losses=losses)
-    expert = stage(folder / "expert", "expert", inputs, build)
+    expert = expert_stage(domain, seed, pool, proxies, config, folder, workers, progress)
     def describe(partial):
-        tower = load_expert(seed, expert / ADAPTER)
-        client_routing(config.router.form, seed, tower, domain.train, public, _public_sample(pool, config),
+        tower, (train, public) = load_expert(seed, expert / ADAPTER), _training_data(domain, proxies, pool, config)
+        client_routing(config.router.form, seed, tower, train, public, public_sample(pool, config),
                        workers).save(partial)
     described = dict(expert=digest(read_manifest(expert)["files"]), form=config.router.form,
                      public_samples=config.public_samples, rng=config.rng)
-    routing = RoutingVectors.load(stage(folder / "routing", "routing", described, describe))
-    return write_bundle(folder / "bundle", domain.name, expert, routing, proxies, seed, len(domain.train),
+    routing = RoutingVectors.load(keep(folder, "routing", described, describe))
+    return write_bundle(bundle or folder / "bundle", domain.name, expert, routing, proxies, seed, len(domain.train),
                         asdict(config))
 
 # %% ../nbs/17_unify.ipynb #18e31692
@@ -184,7 +214,7 @@ def unify(bundles: list[Bundle], # one from each client
     ) -> tuple[UnifiedModel, dict]: # the model; `losses` by epoch, and `before` and `after`: Routing on the proxies
     "Merge the experts into one model and fine-tune it on the proxies (lines 13 to 18 of Algorithm 1)."
     check_bundles(bundles, config.router)
-    public = (public_routing(config.router.form, seed, _public_sample(pool, config), workers)
+    public = (public_routing(config.router.form, seed, public_sample(pool, config), workers)
               if config.router.seed_expert else None)
     model = unite(seed, bundles, public, config.router, config.rng)
     union = pool.train.select(proxy_union(bundles))

@@ -410,7 +410,7 @@ def test_bundle_read_is_what_was_sent(tiny_clients, tiny_seed, tiny_bundles, tin
         for (layer, linear), pair in got.factors.items():
             for x, factor in zip("AB", pair):
                 assert torch.equal(factor, stored[f"base_model.model.{layer}.{linear}.lora_{x}.weight"])
-        stored = load_file(folder / "routing" / ROUTING)
+        stored = load_file(folder / "routing-mean" / ROUTING)
         assert got.routing.form == "mean" and stored.keys() == {"vectors", "biases"}
         for part in stored: assert torch.equal(getattr(got.routing, part), stored[part])
         assert np.array_equal(got.proxies.ids, ProxySet.load(folder / "proxies" / PROXIES).ids)

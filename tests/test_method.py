@@ -19,7 +19,7 @@ from harmomoe.finetune import finetune, observe_routing, proxy_union
 from harmomoe.moe import RouterSettings, load_model, save_model
 from harmomoe.relevance import cached_embeddings, fine_tuned_classifier, linear_probe
 from harmomoe.routing import FILE as ROUTING
-from harmomoe.seed import labelled
+from harmomoe.seed import Model, labelled
 from harmomoe.unify import Config, open_benchmark, run_client, select_stage, unify
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")
@@ -217,7 +217,7 @@ def test_more_proxies_than_dimensions_are_completed(selection, tiny, tmp_path):
 def test_second_run_trains_nothing_and_sends_the_same(client, tiny, tmp_path, monkeypatch):
     for name in ("train_expert", "select_proxies", "linear_probe", "client_routing"):
         monkeypatch.setattr(harmomoe.unify, name, forbidden)
-    kept = [tmp_path / "a" / kind / MANIFEST for kind in ("proxies", "expert", "routing")]
+    kept = [tmp_path / "a" / kind / MANIFEST for kind in ("proxies", "expert", "routing-mean")]
     stamps = [path.stat().st_mtime_ns for path in kept]
     assert client() == tmp_path / "a" / "bundle"
     assert [path.stat().st_mtime_ns for path in kept] == stamps
@@ -230,12 +230,12 @@ def test_expert_is_kept_when_only_the_servers_settings_change(client, monkeypatc
 
 
 CHANGES = [dict(expert=SHORT), dict(rank=2), dict(alpha=4), dict(dropout=.2), dict(proxies=11),
-           dict(selection="similarity"), dict(proxy_aligned=False), dict(rng=1)]
+           dict(selection="similarity"), dict(proxy_aligned=False), dict(private_training=False), dict(rng=1)]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: next(iter(change)))
 def test_expert_is_trained_again_when_what_it_depends_on_changes(change, client, tmp_path):
-    files = [tmp_path / "a" / "expert" / ADAPTER_FILES[1], tmp_path / "a" / "routing" / ROUTING]
+    files = [tmp_path / "a" / "expert" / ADAPTER_FILES[1], tmp_path / "a" / "routing-mean" / ROUTING]
     before = [file.read_bytes() for file in files]
     client(**change)
     for file, content in zip(files, before): assert file.read_bytes() != content
@@ -275,7 +275,7 @@ def test_expert_that_diverged_in_its_very_last_step_is_not_sent(form, tiny, tmp_
     settings = replace(tiny.settings, expert=one_step, router=RouterSettings(initial=form))
     with pytest.raises(FloatingPointError, match="Lower the learning rate"):
         run_client(tiny.a, tiny.seed, tiny.pool, tiny.embeddings, settings, tmp_path)
-    assert not (tmp_path / "routing").exists() and not (tmp_path / "bundle").exists()
+    assert not (tmp_path / f"routing-{form}").exists() and not (tmp_path / "bundle").exists()
 
 
 # ---- the server
@@ -451,7 +451,7 @@ def test_routing_vectors_start_from_means_or_at_random_by_the_seed(unite_with, t
     random = start(initial="random", rng=1)
     assert torch.equal(random, start(initial="random", rng=1))
     assert not torch.equal(random, start(initial="random", rng=2))
-    assert not torch.equal(random, means) and random.std().item() == pytest.approx(means.std().item(), rel=.3)
+    assert not torch.equal(random, means) and random.std().item() == pytest.approx(.02, rel=.3)
 
 
 def test_experts_of_different_ranks_and_scales_keep_their_own(tiny, unite_with, tmp_path):
@@ -589,14 +589,14 @@ def test_accuracy_counts_the_best_scored_class_over_the_given_classes(tiny):
     score = images @ tiny.seed.label_features(tuple(classes)).T
     right = sum(classes[i] == name for i, name in zip(score.argmax(1).tolist(), labelled(client.test)["class_name"]))
     for batch_size in (256, 5):
-        assert accuracy(tiny.seed, tiny.seed.tower, client.test, classes, batch_size) == Accuracy(right, 12)
+        assert accuracy(Model(tiny.seed, tiny.seed.tower), client.test, classes, batch_size) == Accuracy(right, 12)
 
 
 def test_accuracy_refuses_no_data_and_a_class_not_asked_for(tiny):
     data, classes = tiny.a.test, tiny.a.classes
     for data, classes, said in ((data.select([]), classes, "the data set is empty"),
                                 (data, classes[1:], "not in the label space")):
-        with pytest.raises(ValueError, match=said): accuracy(tiny.seed, tiny.seed.tower, data, classes)
+        with pytest.raises(ValueError, match=said): accuracy(Model(tiny.seed, tiny.seed.tower), data, classes)
 
 
 @pytest.mark.parametrize("correct, n", [(0, 1), (1, 1), (0, 50), (7, 12), (50, 50), (8577, 10_000)])
@@ -622,8 +622,9 @@ def test_results_are_written_in_three_formats_that_agree(tmp_path):
         results_table(results | {"x": {"a": Accuracy(1, 1)}})
 
 
-def test_throughput_compares_every_tower_with_the_first(tiny):
-    found = throughput(tiny.seed, {"seed": tiny.seed.tower, "copy": tiny.seed.new_tower()}, tiny.pool.test, rounds=3)
+def test_throughput_compares_every_model_with_the_first(tiny):
+    models = {"seed": Model(tiny.seed, tiny.seed.tower), "copy": Model(tiny.seed, tiny.seed.new_tower())}
+    found = throughput(models, tiny.pool.test, tiny.pool.classes, rounds=3)
     assert found.index.tolist() == ["seed", "copy"] and found.loc["seed", "ratio"] == 1
     assert (found["samples/s"] > 0).all()
     assert (found["lowest"] <= found["ratio"]).all() and (found["ratio"] <= found["highest"]).all()

@@ -377,9 +377,9 @@ def test_other_form_of_routing_keeps_the_expert_and_changes_what_is_sent(client,
     assert same(sent.routing, tiny.logistic[0].routing)
     assert sent.manifest["inputs"]["settings"]["router"]["initial"] == "logistic"
     assert stamp(tmp_path / "a" / "expert") == expert and (sent.folder / ADAPTER_FILES[1]).read_bytes() == adapter
-    kept = stamp(tmp_path / "a" / "routing")
+    kept = stamp(tmp_path / "a" / "routing-logistic")
     client(router=LOGISTIC)
-    assert stamp(tmp_path / "a" / "routing") == kept
+    assert stamp(tmp_path / "a" / "routing-logistic") == kept
     assert same(read_bundle(client(), tiny.seed).routing, tiny.bundles[0].routing)          # and back
     assert same(read_bundle(client(router=RouterSettings(initial="random")), tiny.seed).routing,
                 tiny.bundles[0].routing)
@@ -387,6 +387,6 @@ def test_other_form_of_routing_keeps_the_expert_and_changes_what_is_sent(client,
 
 def test_logistic_vectors_follow_the_public_samples_and_a_damaged_file_is_made_again(client, tiny, tmp_path):
     first = read_bundle(client(router=LOGISTIC), tiny.seed).routing
-    (tmp_path / "a" / "routing" / FILE).write_bytes(b"cut off")
+    (tmp_path / "a" / "routing-logistic" / FILE).write_bytes(b"cut off")
     assert same(read_bundle(client(router=LOGISTIC), tiny.seed).routing, first)
     assert not same(read_bundle(client(router=LOGISTIC, public_samples=30), tiny.seed).routing, first)
