@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from .core import atomic_directory, read_manifest, write_manifest
 from .experts import check_finite
 from .proxies import ProxySet
-from .routing import FILE as ROUTING, RoutingVectors
+from .routing import FILE as ROUTING, FORMS, RoutingVectors
 from .seed import ImageSeed
 
 # %% ../nbs/12_bundle.ipynb #c5348419
@@ -129,8 +129,7 @@ def _read(folder: Path, manifest: dict, seed: ImageSeed) -> Bundle:
                          "here. All clients must start from the same seed.")
     factors, scale = _factors(folder, seed)
     routing = RoutingVectors.load(folder)
-    if routing.vectors.shape != (len(seed.layers), seed.width):
-        raise ValueError(f"{folder / ROUTING} must hold vectors [{len(seed.layers)}, {seed.width}], "
-                         f"but is {tuple(routing.vectors.shape)}.")
+    if routing.vectors.shape != (shape := (len(seed.layers), FORMS[routing.form] * seed.width)):
+        raise ValueError(f"{folder / ROUTING} must hold vectors {list(shape)}, but is {tuple(routing.vectors.shape)}.")
     proxies = ProxySet.load(folder / PROXIES)
     return Bundle(manifest["facts"]["client"], factors, scale, routing, proxies, manifest, folder)

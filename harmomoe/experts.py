@@ -83,8 +83,8 @@ def train(seed: ImageSeed, # gives batches, scores and the loss
     progress: str = "", # label of the progress bar; empty for none
     loss: Callable[[nn.Module, dict], Tensor] | None = None, # (tower, batch) -> mean loss; None is the cross-entropy
     ) -> list[float]: # mean loss of each epoch
-    """Minimise the cross-entropy of the scores over `label_space`, or another loss. Raises `FloatingPointError` as soon as the loss is not finite, or
-    if the weights are not in the end."""
+    """Minimise the cross-entropy of the scores over `label_space`, or another loss. Raises `FloatingPointError` as
+    soon as the loss is not finite, or if the weights are not in the end."""
     parameters = {name: p for name, p in tower.named_parameters() if p.requires_grad}
     optimizer = training.optimizer_for(parameters.values())
     if loss is None:

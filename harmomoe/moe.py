@@ -75,7 +75,7 @@ class RouterSettings:
     learn_blend: bool = True # whether lambda is learnable
     shared_blend: bool = False # one lambda for all layers instead of one for each
     renormalise: bool = False # weights divided by their sum over the chosen experts
-    initial: str = "mean" # routing vectors start as domain means, "logistic" density ratios, or at "random"
+    initial: str = "mean" # routing vectors start as domain means, density ratios ("logistic", "moments"), or "random"
 
     def __post_init__(self):
         if self.initial not in (*FORMS, "random"):
@@ -105,9 +105,9 @@ class UnifiedModel(Model):
         blend = None
         for path in seed.layers:
             ffn = self.tower.get_submodule(path)
-            biases = torch.zeros(len(experts)) if settings.initial == "logistic" else None
-            router = Router(torch.zeros(len(experts), seed.width), settings.top_k, settings.blend, settings.learn_blend,
-                            settings.renormalise, biases).to(seed.device)
+            biases = None if settings.form == "mean" else torch.zeros(len(experts))
+            router = Router(torch.zeros(len(experts), FORMS[settings.form] * seed.width), settings.top_k,
+                            settings.blend, settings.learn_blend, settings.renormalise, biases).to(seed.device)
             if blend is None: blend = router.blend
             if settings.shared_blend: router.blend = blend
             self.tower.set_submodule(path, LowRankMoE(ffn, seed.ffn, router, owner, scale))

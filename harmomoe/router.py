@@ -12,14 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .routing import token_mean
+from .routing import token_mean, token_spread
 
 # %% ../nbs/13_router.ipynb #77c47d1e
 class Router(nn.Module):
-    "Context-aware router (Section 3.4): token and mean representation, one routing vector for each expert."
+    """Context-aware router (Section 3.4): token and mean representation, one routing vector for each expert. Lambda is
+    clamped to [0, 1] but keeps its gradient there: an optimiser that steps over a bound can come back."""
 
     def __init__(self,
-        vectors: Tensor, # float32 [E, d], initial routing vectors e_p: domain means
+        vectors: Tensor, # float32 [E, d], initial routing vectors e_p; or [E, 2 d], followed by the f_p of the spread
         top_k: int = 1, # experts that process a token, 1 to E
         blend: float = 0.3, # initial lambda: 0 looks at the token only, 1 at the mean only
         learn_blend: bool = True, # whether lambda is learnable
@@ -41,9 +42,11 @@ class Router(nn.Module):
         mask: Tensor | None = None, # bool [B, T], True for real tokens; None if all are
         ) -> Tensor: # [B, T, E], each row sums to 1
         "pi of Eq. 6; experts that are switched off get 0."
-        logits = F.linear(z, self.vectors.to(z.dtype), None if self.biases is None else self.biases.to(z.dtype))
-        blend = self.blend.clamp(0, 1)
-        logits = (1 - blend) * logits + blend * token_mean(logits, mask)[:, None]
+        e, f = self.vectors.to(z.dtype).tensor_split([z.shape[-1]], dim=-1)
+        logits = F.linear(z, e, None if self.biases is None else self.biases.to(z.dtype))
+        blend, context = self.blend + (self.blend.clamp(0, 1) - self.blend).detach(), token_mean(logits, mask)
+        if f.shape[-1]: context = context + token_spread(z, mask) @ f.T
+        logits = (1 - blend) * logits + blend * context[:, None]
         return logits.masked_fill(~self.active, -torch.inf).softmax(-1)
 
     def forward(self,

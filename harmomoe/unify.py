@@ -78,7 +78,7 @@ class Config:
         return replace(self, candidates=max(2 * self.candidates // 3, self.proxies), router=router)
 
 EMBEDDED_EXPERT = Training(epochs=10, batch_size=32, learning_rate=3e-3, optimizer="adamw", weight_decay=0.)
-EMBEDDED_ROUTER = RouterSettings(top_k=2, seed_expert=False, blend=1., initial="logistic")
+EMBEDDED_ROUTER = RouterSettings(top_k=2, seed_expert=False, blend=1., initial="moments")
 EMBEDDED_FINETUNE = Training(epochs=5, batch_size=64, learning_rate=1e-5, optimizer="adamw", weight_decay=0.)
 
 # %% ../nbs/17_unify.ipynb #c3a2218d

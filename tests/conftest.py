@@ -119,7 +119,7 @@ def tiny_embeddings(tiny_seed, tiny_benchmark):
 
 @pytest.fixture(scope="session")
 def tiny_clients(tiny_seed, tiny_benchmark, tiny_embeddings, tiny_settings, tmp_path_factory):
-    "Folder with the work of all three clients: `a`, `b` and `c`, each with `proxies`, `expert`, `routing`, `bundle`."
+    "Folder with the work of all three clients: `a`, `b` and `c`, each with its stages and `bundle`."
     from harmomoe.unify import run_client
     folder = tmp_path_factory.mktemp("clients")
     for client in tiny_benchmark.clients:

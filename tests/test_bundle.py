@@ -24,6 +24,7 @@ from harmomoe.relevance import linear_probe
 from harmomoe.routing import layer_means
 from harmomoe.seed import ImageSeed
 from harmomoe.unify import run_client
+from helpers import kept
 
 CONFIG_FILE, TENSORS_FILE = ADAPTER_FILES
 RUN = 24  # so many bytes of private data in a row, in any of the renderings below, are a leak
@@ -188,9 +189,11 @@ def test_names_of_the_files_tensors_columns_and_fields_are_the_known_ones(bundle
     assert set(pq.read_schema(bundle / PROXIES).metadata) == {b"format", b"method", b"pool_fingerprint", b"settings"}
 
 
-def test_search_finds_the_fingerprint_that_the_client_keeps_for_itself(bundle, secrets):
+def test_search_finds_the_fingerprint_and_the_scores_that_the_client_keeps_for_itself(bundle, secrets):
     data, texts, _ = secrets
-    assert {name for name, _ in leaks(bundle.parent / "expert", data, texts)} == {MANIFEST}
+    [expert], [relevance] = (kept(bundle.parent, kind) for kind in ("expert", "relevance"))
+    assert {name for name, _ in leaks(expert, data, texts)} == {MANIFEST}
+    assert ("relevance.npz", "data") in leaks(relevance, data, texts)
 
 
 def into_tensors(folder, piece):
@@ -348,7 +351,7 @@ SPOILT = {
     "vectors of a deeper model": (routing(layers=3), ValueError, r"vectors \[2, 64\], but is \(3, 64\)"),
     "vectors of a wider model": (routing(width=65), ValueError, r"vectors \[2, 64\], but is \(2, 65\)"),
     "vectors not finite": (routing(value=torch.nan), ValueError, "must hold finite numbers"),
-    "vectors of another form": (routing(form="random"), ValueError, "is 'random', but must be mean or logistic"),
+    "vectors of another form": (routing(form="random"), ValueError, "is 'random', but must be .*mean.* logistic"),
     "proxies no parquet": (file(PROXIES, b"nothing"), ValueError, "proxies.parquet can't be read as parquet"),
 }
 
@@ -404,16 +407,17 @@ def test_bundle_of_another_pool_is_refused(sent, tiny_seed, tiny_benchmark):
 def test_bundle_read_is_what_was_sent(tiny_clients, tiny_seed, tiny_bundles, tiny_settings, tiny_benchmark):
     for name, client, got in zip("abc", tiny_benchmark.clients, tiny_bundles):
         folder = tiny_clients / name
-        stored = load_file(folder / "expert" / TENSORS_FILE)
+        [expert], [routing], [proxies] = (kept(folder, kind) for kind in ("expert", "routing", "proxies"))
+        stored = load_file(expert / TENSORS_FILE)
         assert got.client == name and got.scale == 2.
         assert list(got.factors) == [(layer, linear) for layer in tiny_seed.layers for linear in ("c_fc", "c_proj")]
         for (layer, linear), pair in got.factors.items():
             for x, factor in zip("AB", pair):
                 assert torch.equal(factor, stored[f"base_model.model.{layer}.{linear}.lora_{x}.weight"])
-        stored = load_file(folder / "routing-mean" / ROUTING)
+        stored = load_file(routing / ROUTING)
         assert got.routing.form == "mean" and stored.keys() == {"vectors", "biases"}
         for part in stored: assert torch.equal(getattr(got.routing, part), stored[part])
-        assert np.array_equal(got.proxies.ids, ProxySet.load(folder / "proxies" / PROXIES).ids)
+        assert np.array_equal(got.proxies.ids, ProxySet.load(proxies / PROXIES).ids)
         assert got.bytes == sum(path.stat().st_size for path in (folder / "bundle").rglob("*") if path.is_file())
         assert got.manifest["facts"] == dict(client=name, private_samples=len(client.train), proxies=12)
         assert got.manifest["inputs"]["settings"]["rank"] == tiny_settings.rank

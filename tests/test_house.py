@@ -24,7 +24,9 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted(path for path in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
-COMPONENTS = sorted((ROOT / "nbs").glob("[0-9][0-9]_*.ipynb"))
+# in the order in which one may import another: the method first, then the baselines
+COMPONENTS = [path for folder in (ROOT / "nbs", ROOT / "nbs/baselines")
+              for path in sorted(folder.glob("[0-9][0-9]_*.ipynb"))]
 JOBS = sorted(path for path in (ROOT / "nbs").glob("[a-z]*.ipynb") if path.stem != "index")
 MODULES = sorted(path for path in (ROOT / "harmomoe").rglob("*.py") if path.name[0] != "_")
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "open_clip": "open_clip_torch"}  # where names differ
@@ -34,6 +36,11 @@ def settings() -> dict:
     config = ConfigParser(delimiters=("=",), interpolation=None)
     config.read(ROOT / "settings.ini", encoding="utf-8")
     return dict(config["DEFAULT"])
+
+
+def module_name(notebook: Path) -> str:
+    """Where a component's code goes: `moe`, or `baselines.btm`."""
+    return ".".join([*notebook.parent.relative_to(ROOT / "nbs").parts, notebook.stem[3:]])
 
 
 def cells(path: Path) -> list[dict]:
@@ -188,10 +195,10 @@ def test_job_needs_only_what_the_notebooks_extra_brings(notebook):
 
 @pytest.mark.parametrize("notebook", COMPONENTS, ids=lambda path: path.stem)
 def test_notebook_imports_only_lower_numbers(notebook):
-    numbers = {path.stem[3:]: path.stem[:2] for path in COMPONENTS}
+    allowed = {module_name(path) for path in COMPONENTS[:COMPONENTS.index(notebook) + 1]}
     code = "\n".join("".join(cell["source"]) for cell in cells(notebook) if cell["cell_type"] == "code")
-    imported = set(re.findall(r"^\s*(?:from|import) harmomoe\.(\w+)", code, flags=re.MULTILINE))
-    assert {name for name in imported if numbers.get(name, "99") >= notebook.stem[:2]} <= {notebook.stem[3:]}
+    imported = re.findall(r"^\s*(?:from|import) harmomoe\.(baselines(?:\.| import )\w+|\w+)", code, flags=re.MULTILINE)
+    assert {name.replace(" import ", ".") for name in imported} <= allowed
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
@@ -209,7 +216,7 @@ def test_notebook_is_kept_clean(notebook):
             picture = output.get("data", {}).get("image/png", "")
             assert len(picture) * 3 / 4 <= 60_000, "a picture of more than 60 kB"
     if notebook in COMPONENTS:
-        assert f"#| default_exp {notebook.stem[3:]}" in notebook.read_text(encoding="utf-8")
+        assert f"#| default_exp {module_name(notebook)}" in notebook.read_text(encoding="utf-8")
 
 
 def test_no_path_of_a_machine_and_no_unfinished_work():

@@ -11,7 +11,6 @@ from scipy.optimize import minimize
 
 import harmomoe.unify
 from harmomoe.bundle import ADAPTER, ADAPTER_FILES, read_bundle
-from harmomoe.core import MANIFEST
 from harmomoe.experts import Training, load_expert, train_expert
 from harmomoe.finetune import finetune
 from harmomoe.moe import RouterSettings, load_model, save_model, unite
@@ -19,6 +18,7 @@ from harmomoe.router import Router
 from harmomoe.routing import (FILE, RoutingVectors, client_routing, layer_means, logistic_routing, mean_routing,
                               public_routing, token_mean)
 from harmomoe.unify import unify
+from helpers import kept, stamps
 
 SHORT = Training(epochs=1, batch_size=16, learning_rate=3e-3, optimizer="adamw", weight_decay=0.)
 LOGISTIC = RouterSettings(initial="logistic")
@@ -65,7 +65,7 @@ def entering(tiny, tower, data):
 def test_layer_means_are_the_means_of_what_enters_each_ffn_whatever_the_batch(tiny):
     data = tiny.a.train
     trained, _ = train_expert(tiny.seed, data, None, tiny.a.classes, SHORT, rank=4)
-    for tower in (tiny.seed.tower, trained, load_expert(tiny.seed, tiny.work / "a" / "expert" / ADAPTER)):
+    for tower in (tiny.seed.tower, trained, load_expert(tiny.seed, tiny.bundles[0].folder / ADAPTER)):
         expected = entering(tiny, tower, data).mean(2)
         for batch_size in (256, 7):
             found = layer_means(tiny.seed, tower, data, batch_size)
@@ -217,7 +217,7 @@ def test_routing_vectors_that_are_not_finite_are_not_saved(wrong, tmp_path):
 
 
 FINITE, SHAPES = "must hold finite numbers", r"must be \[layers, d\] and \[layers\], but are "
-BOTH, FORM = "must hold 'vectors' and 'biases'", "must be mean or logistic"
+BOTH, FORM = "must hold 'vectors' and 'biases'", "must be .*mean.* logistic"
 REFUSED = {
     "no vectors": (dict(vectors=None), "mean", f"{BOTH}, but holds biases."),
     "no biases": (dict(biases=None), "mean", f"{BOTH}, but holds vectors."),
@@ -250,7 +250,7 @@ def test_file_of_other_routing_vectors_is_refused_saying_where_and_why(what, tmp
 @pytest.mark.parametrize("proxies", [True, False])
 def test_client_sends_the_mean_of_all_that_it_trained_on_or_its_private_data_against_the_pool(proxies, tiny):
     "The pool's samples as they look in both towers; proxies are public, so they are no positives."
-    expert = load_expert(tiny.seed, tiny.work / "a" / "expert" / ADAPTER)
+    expert = load_expert(tiny.seed, tiny.bundles[0].folder / ADAPTER)
     private, public = tiny.a.train, tiny.pool.train.select(range(50))
     chosen = tiny.pool.train.select(range(60, 70)) if proxies else None
     own = [layer_means(tiny.seed, expert, data) for data in (private, chosen) if data is not None]
@@ -367,26 +367,32 @@ def test_unify_starts_from_logistic_vectors_too(tiny):
 
 # ---- work done is kept
 
-def stamp(folder): return (folder / MANIFEST).stat().st_mtime_ns
-
-
 def test_other_form_of_routing_keeps_the_expert_and_changes_what_is_sent(client, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(harmomoe.unify, "train_expert", lambda *rest: pytest.fail("the expert was trained already"))
-    expert, adapter = stamp(tmp_path / "a" / "expert"), (tmp_path / "a" / "bundle" / ADAPTER_FILES[1]).read_bytes()
+    folder = tmp_path / "a"
+    before, adapter = stamps(folder), (folder / "bundle" / ADAPTER_FILES[1]).read_bytes()
     sent = read_bundle(client(router=LOGISTIC), tiny.seed)
     assert same(sent.routing, tiny.logistic[0].routing)
     assert sent.manifest["inputs"]["settings"]["router"]["initial"] == "logistic"
-    assert stamp(tmp_path / "a" / "expert") == expert and (sent.folder / ADAPTER_FILES[1]).read_bytes() == adapter
-    kept = stamp(tmp_path / "a" / "routing-logistic")
+    after = stamps(folder)
+    assert before.items() <= after.items() and (sent.folder / ADAPTER_FILES[1]).read_bytes() == adapter
+    [new] = after.keys() - before.keys()                                                    # beside the means
+    assert new.startswith("routing-") and same(RoutingVectors.load(folder / new), sent.routing)
+    monkeypatch.setattr(harmomoe.unify, "client_routing", lambda *rest: pytest.fail("these vectors were there"))
     client(router=LOGISTIC)
-    assert stamp(tmp_path / "a" / "routing-logistic") == kept
     assert same(read_bundle(client(), tiny.seed).routing, tiny.bundles[0].routing)          # and back
     assert same(read_bundle(client(router=RouterSettings(initial="random")), tiny.seed).routing,
                 tiny.bundles[0].routing)
+    assert stamps(folder) == after
 
 
 def test_logistic_vectors_follow_the_public_samples_and_a_damaged_file_is_made_again(client, tiny, tmp_path):
+    folder = tmp_path / "a"
+    [mean] = kept(folder, "routing")
     first = read_bundle(client(router=LOGISTIC), tiny.seed).routing
-    (tmp_path / "a" / "routing-logistic" / FILE).write_bytes(b"cut off")
+    [logistic] = set(kept(folder, "routing")) - {mean}
+    (logistic / FILE).write_bytes(b"cut off")
     assert same(read_bundle(client(router=LOGISTIC), tiny.seed).routing, first)
+    assert set(kept(folder, "routing")) == {mean, logistic} and same(RoutingVectors.load(logistic), first)
     assert not same(read_bundle(client(router=LOGISTIC, public_samples=30), tiny.seed).routing, first)
+    assert len(kept(folder, "routing")) == 3

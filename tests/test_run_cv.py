@@ -25,6 +25,7 @@ from harmomoe.core import MANIFEST, read_manifest, seeded
 from harmomoe.evaluate import accuracy
 from harmomoe.moe import load_model
 from harmomoe.weights import open_seed
+from helpers import kept, stamps
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_CV, PRETRAIN = ROOT / "nbs" / "run_cv.ipynb", ROOT / "nbs" / "pretrain_seed.ipynb"
@@ -80,9 +81,9 @@ def elsewhere(tmp_path, monkeypatch):
     plt.close("all")
 
 
-def stamps(folder):
-    return {path.relative_to(folder).as_posix(): path.stat().st_mtime_ns for path in folder.rglob(MANIFEST)
-            if path.parent.name != "bundle"}                  # a bundle is written anew from the same files
+def plain(name):
+    "An artefact's name without the digest of the version."
+    return re.sub(r"-[0-9a-f]{12}$", "", name)
 
 
 def table(folder):
@@ -139,12 +140,12 @@ def test_model_opens_and_scores_what_the_table_says(finished, tiny_benchmark):
 def test_every_stage_leaves_a_verified_artefact(finished):
     folder, _ = finished
     artefacts = [path.parent for path in folder.rglob(MANIFEST)]
-    kinds = {path.relative_to(folder).as_posix(): read_manifest(path)["kind"] for path in artefacts}
+    kinds = {plain(path.relative_to(folder).as_posix()): read_manifest(path)["kind"] for path in artefacts}
     expected = {"pool": "embeddings", "model": "model"}
-    stages = "embeddings", "proxies", "expert", "routing-logistic", "bundle"
-    expected |= {f"clients/{name}/{kind}": kind.partition("-")[0] for name in DOMAINS for kind in stages}
+    stages = "embeddings", "relevance", "proxies", "expert", "routing", "bundle"
+    expected |= {f"clients/{name}/{kind}": kind for name in DOMAINS for kind in stages}
     expected |= {f"accuracy/{method.replace(':', '-')}-{name}": "accuracy" for method in METHODS for name in DOMAINS}
-    assert kinds == expected
+    assert kinds == expected and len(artefacts) == len(expected)                            # one version of each
     assert all(set(read_manifest(folder / "clients" / name / "bundle")["files"]) == set(FILES) for name in DOMAINS)
 
 
@@ -172,7 +173,7 @@ def test_second_run_trains_and_measures_nothing_and_gives_the_same_table(again, 
     before, first = stamps(again), {suffix: (again / f"table.{suffix}").read_bytes() for suffix in ("csv", "md")}
     for file in again.glob("table.*"): file.unlink()
     run_cells(RUN_CV, parameters | dict(out=str(again)))
-    assert stamps(again) == before and len(before) == 2 + 3 * 4 + 5 * 3
+    assert stamps(again) == before and len(before) == 2 + 3 * 5 + 5 * 3
     assert {suffix: (again / f"table.{suffix}").read_bytes() for suffix in ("csv", "md")} == first
 
 
@@ -183,7 +184,10 @@ def test_run_with_another_router_reuses_the_experts(changes, again_too, again, p
     monkeypatch.setattr(harmomoe.unify, "train_expert", forbidden)
     before = stamps(again)
     run_cells(RUN_CV, parameters | dict(out=str(again)) | changes)
-    new = {path.rpartition("/")[0] for path, stamp in stamps(again).items() if before[path] != stamp}
+    after = stamps(again)
+    new = {plain(path) for path, stamp in after.items() if before.get(path) != stamp}
+    old = {path: stamp for path, stamp in before.items() if path.startswith("clients/")}
+    assert old.items() <= after.items()                       # other versions stand beside those that were there
     measured = {path for path in new if path.startswith("accuracy/expert-")}
     assert new - measured == {"model", *(f"accuracy/harmomoe-{name}" for name in DOMAINS), *again_too}
     assert again_too or not measured                          # where bundles change, experts may be measured again
@@ -195,8 +199,9 @@ def test_run_with_another_router_reuses_the_experts(changes, again_too, again, p
 
 
 def test_interrupted_run_goes_on_with_the_client_that_was_not_finished(again, parameters, run_cells, monkeypatch):
-    for gone in ("clients/c/expert", "clients/c/bundle", "model"): shutil.rmtree(again / gone)
-    (again / "clients" / "b" / "expert" / ADAPTER_FILES[1]).write_bytes(b"cut off")
+    [expert_b], [expert_c] = (kept(again / "clients" / name, "expert") for name in "bc")
+    for gone in (expert_c, again / "clients" / "c" / "bundle", again / "model"): shutil.rmtree(gone)
+    (expert_b / ADAPTER_FILES[1]).write_bytes(b"cut off")
     trained, train = [], harmomoe.unify.train_expert
 
     def count(seed, data, *rest):
@@ -206,6 +211,7 @@ def test_interrupted_run_goes_on_with_the_client_that_was_not_finished(again, pa
     first = (again / "table.csv").read_bytes()
     run_cells(RUN_CV, parameters | dict(out=str(again)))
     assert trained == [24, 32]                                # b, whose expert is damaged, and c
+    assert [kept(again / "clients" / name, "expert") for name in "bc"] == [[expert_b], [expert_c]]
     assert (again / "table.csv").read_bytes() == first
 
 
@@ -247,7 +253,7 @@ WRONG = {
     "unknown selection": (dict(selection="best"), ValueError, "selection is 'best', but must be one of"),
     "unknown relevance": (dict(relevance="svm"), ValueError, "relevance is 'svm', but must be one of"),
     "unknown optimizer": (dict(optimizer="adam"), ValueError, "'adam' is neither 'sgd' nor 'adamw'"),
-    "unknown start of the router": (dict(router_initial="zero"), ValueError, "'zero' is none of mean, logistic, rand"),
+    "unknown start of the router": (dict(router_initial="zero"), ValueError, "'zero' is none of mean, logistic, .*ran"),
     "rank 0": (dict(rank=0), ValueError, "rank is 0, but must be positive"),
     "negative epochs": (dict(epochs=-1), ValueError, "epochs is -1"),
     "batches of none": (dict(batch_size=0), ValueError, "batch_size is 0"),

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import harmomoe.weights
 from harmomoe.core import seeded
-from harmomoe.seed import CLIP_FFN, CONFIG, PAPER_PROMPT, TIMM_FFN, VOCABULARY, WEIGHTS, ImageSeed, labelled
+from harmomoe.seed import CLIP_FFN, CONFIG, PAPER_PROMPT, TIMM_FFN, VOCABULARY, WEIGHTS, ImageSeed, Model, labelled
 from harmomoe.weights import open_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning")  # OpenAI's archives are TorchScript
@@ -99,6 +99,27 @@ def test_saved_seed_is_a_folder_that_open_clip_reads(tiny_seed, tiny_seed_folder
 def test_saving_again_gives_the_same_bytes(tiny_seed_folder, tmp_path):
     open_seed(str(tiny_seed_folder)).save(tmp_path)
     for file in tiny_seed_folder.iterdir(): assert (tmp_path / file.name).read_bytes() == file.read_bytes()
+
+
+def test_another_tower_can_be_saved_in_place_of_the_seeds_own(tiny_seed, tiny_benchmark, tmp_path):
+    tower, before, client = tiny_seed.new_tower(), tiny_seed.identity, tiny_benchmark.clients[0]
+    with torch.no_grad(), seeded(1):
+        for p in tower.parameters(): p.add_(.05 * torch.randn_like(p))
+    tiny_seed.save(tmp_path, tower=tower)
+    again, batch = open_seed(str(tmp_path)), next(iter(tiny_seed.batches(client.test)))
+    with torch.no_grad():
+        found, expected, own = (Model(seed, part).scorer(client.classes)(batch) for seed, part in (
+            (again, again.tower), (tiny_seed, tower), (tiny_seed, tiny_seed.tower)))
+    assert torch.equal(found, expected) and not torch.allclose(found, own, atol=.1)
+    assert tiny_seed.identity == before and again.identity["weights"] != before["weights"]
+
+
+def test_model_counts_the_parameters_of_its_tower(tiny_seed):
+    tower = tiny_seed.new_tower()
+    count = sum(value.numel() for value in tower.state_dict().values())
+    assert Model(tiny_seed, tower).parameters() == dict(total=count, active=count)
+    tower.proj = None
+    assert Model(tiny_seed, tower).parameters() == dict(total=count - 64 * 32, active=count - 64 * 32)
 
 
 def test_half_precision_file_is_half_as_large_and_opens_in_float32(tiny_seed, tiny_seed_folder, tmp_path):

@@ -41,7 +41,7 @@ def domain_posterior(embeddings: list[np.ndarray], # for each of K clients float
     if len(vectors) == 1: # of two classes there is one row, the log odds of the second
         vectors, biases = (np.stack([-part[0], part[0]]) / 2 for part in (vectors, biases))
     vectors = vectors / scale.scale_
-    return torch.tensor(vectors).float(), torch.tensor(biases - vectors @ scale.mean_).float()
+    return torch.tensor(np.ascontiguousarray(vectors)).float(), torch.tensor(biases - vectors @ scale.mean_).float()
 
 def weigh_answers(bundles, seed, pool, config, workers=0, progress=False) -> tuple[Ensemble, dict]:
     "The votes are weighed by the domain posterior."

@@ -65,7 +65,7 @@ class Participant:
 # %% ../../nbs/baselines/09_comigs.ipynb #02913c96
 def take_rounds(participants, seed, pool, config, workers=0, progress=False) -> tuple[dict[str, UnifiedModel], dict]:
     "Rounds of training and averaging; one model for each client."
-    mean, sent = participants[0].generalist(), 0
+    mean, sent = [part.detach().clone() for part in participants[0].generalist()], 0 # all start from the same
     for _ in range(config.expert.epochs):
         generalists = [participant.round(mean, workers) for participant in participants]
         sent += sum(4 * part.numel() for generalist in generalists for part in generalist)

@@ -30,7 +30,7 @@ from .moa import moa
 from .model_soup import model_soup, model_soup_greedy
 from .proxies_only import proxies_only
 from .unrestricted import unrestricted
-from .zero_shot import separate_expert, zero_shot
+from .zero_shot import matching, separate_expert, zero_shot
 from ..core import digest, keep, read_manifest
 from ..domains import Benchmark, fingerprint
 from ..evaluate import Accuracy, accuracy
@@ -38,13 +38,13 @@ from ..finetune import observe_routing
 from ..moe import UnifiedModel
 from ..relevance import cached_embeddings
 from ..seed import ImageSeed
-from ..unify import Config, open_benchmark
+from ..unify import Config, check_settings, open_benchmark
 from ..weights import open_seed
 
 # %% ../../nbs/baselines/11_compare.ipynb #40c094ef
 METHODS = {method.name: method for method in (
-    zero_shot, btm, btm_posterior, model_soup, model_soup_greedy, btx, flexolmo, flexolmo_dpp, flexolmo_random, moa, comigs,
-    proxies_only, harmomoe, unrestricted)}
+    zero_shot, matching, btm, btm_posterior, model_soup, model_soup_greedy, btx, flexolmo, flexolmo_dpp,
+    flexolmo_random, moa, comigs, proxies_only, harmomoe, unrestricted)}
 
 def find_method(name: str, # a name in `METHODS`, or "expert:CLIENT" for a separate expert
     ) -> Method:
@@ -109,7 +109,8 @@ def run_row(row: Row,
     measured = {client.name: getattr(client, split) for client in benchmark.clients}
     inputs = dict(method=method.name, config=asdict(config), seed=seed.identity, split=split,
                   pool=fingerprint(benchmark.pool.train),
-                  clients={client.name: fingerprint(client.train) for client in benchmark.clients},
+                  clients={client.name: [fingerprint(client.train), fingerprint(client.validation)]
+                           for client in benchmark.clients},
                   measured={name: fingerprint(data) for name, data in measured.items()})
     def build(partial):
         embeddings = _embeddings(source, config.rng, folder)
@@ -120,36 +121,36 @@ def run_row(row: Row,
             a = accuracy(own, data, client.classes, workers=source.workers)
             facts["accuracy"][client.name] = dict(correct=a.correct, n=a.n)
             if isinstance(own, UnifiedModel):
-                seen = observe_routing(own, data.select(range(min(256, a.n))), workers=source.workers)
+                seen = observe_routing(own, data.select(range(min(100, a.n))), workers=source.workers)
                 facts["routing"][client.name] = dict(experts=seen.experts, load=seen.load.round(4).tolist())
         return facts | dict(parameters=own.parameters())
     return read_manifest(keep(folder / "rows", method.name.replace(":", "-"), inputs, build))["facts"]
 
 # %% ../../nbs/baselines/11_compare.ipynb #7df864b1
-def _client_task(name: str, config: Config, client: str, source: Source, folder: Path) -> None:
-    benchmark, method = source.benchmark(config.rng), find_method(name)
+def _client_task(rows: list[Row], rng: int, client: str, source: Source, folder: Path) -> None:
+    benchmark = source.benchmark(rng)
     one = replace(benchmark, clients=[c for c in benchmark.clients if c.name == client])
-    with TemporaryDirectory() as bundles:
-        run_clients(method, one, source.seed(), _embeddings(source, config.rng, folder), config, folder / "clients",
-                    bundles, source.workers)
+    for row in rows:
+        with TemporaryDirectory() as bundles:
+            run_clients(find_method(row.method), one, source.seed(), _embeddings(source, rng, folder), row.config,
+                        folder / "clients", bundles, source.workers)
 
 def _client_tasks(rows: list[Row], source: Source, folder: Path) -> list[tuple]:
-    tasks = {}
+    "One task for each client and random seed, since its rows share stages; rows that ask the same of it count once."
+    different = {}
     for row in rows:
         method = find_method(row.method)
         if method.needs != "bundles": continue
         config = method.adjust(row.config)
-        alike = asdict(config) | dict(finetune=None, router=config.router.form)
-        for client in source.benchmark(config.rng).clients:
-            key = digest([method.client.__name__, alike, client.name])
-            tasks.setdefault(key, (_client_task, row.method, row.config, client.name, source, folder))
-    return list(tasks.values())
+        asked = asdict(config) | dict(finetune=None, router=config.router.form)
+        different.setdefault(row.config.rng, {}).setdefault(digest([method.client.__name__, asked]), row)
+    return [(_client_task, list(asking.values()), rng, client.name, source, folder)
+            for rng, asking in different.items() for client in source.benchmark(rng).clients]
 
 def _one_thread() -> None:
     torch.set_num_threads(1)
 
 def _run(tasks: list[tuple], processes: int, label: str) -> list:
-    if processes < 1: raise ValueError(f"processes is {processes}, but must be at least 1.")
     results = [None] * len(tasks)
     with tqdm(total=len(tasks), desc=label, smoothing=0) as bar:
         if processes == 1:
@@ -171,11 +172,19 @@ def run_rows(rows: list[Row],
     ) -> list[dict]: # a result for each row, as `run_row` gives it
     "Run many rows. Raises what a row raises; results that were finished by then are kept."
     folder = Path(folder)
+    if processes < 1: raise ValueError(f"processes is {processes}, but must be at least 1.")
+    for row in rows:
+        benchmark, method = source.benchmark(row.config.rng), find_method(row.method)
+        check_settings(method.adjust(row.config), benchmark)
+        if (client := row.method.partition("expert:")[2]) and client not in (c.name for c in benchmark.clients):
+            raise ValueError(f"no client {client!r}; there are {', '.join(c.name for c in benchmark.clients)}.")
     for rng in sorted({row.config.rng for row in rows}): _embeddings(source, rng, folder)
+    rows, wanted = list(dict.fromkeys(rows)), rows
     alone = [row for row in rows if find_method(row.method).needs in ("rounds", "data")] # these train by themselves
     first = _client_tasks(rows, source, folder) + [(run_row, row, source, folder, split) for row in alone]
     _run(first, processes, "clients")
-    return _run([(run_row, row, source, folder, split) for row in rows], processes, "rows")
+    found = dict(zip(rows, _run([(run_row, row, source, folder, split) for row in rows], processes, "rows")))
+    return [found[row] for row in wanted]
 
 # %% ../../nbs/baselines/11_compare.ipynb #e8357058
 def percentages(results: dict[str, list[dict]], # label -> results of `run_row`, one for each random seed

@@ -50,6 +50,8 @@ def _peak(device: str) -> float:
 
 def _serve(row: Row, source: Source, folder: Path, model_folder: Path) -> dict:
     method, seed, benchmark = find_method(row.method), source.seed(), source.benchmark(row.config.rng)
+    if method.needs not in ("bundles", "nothing"):
+        raise ValueError(f"{row.method} has no server's part of its own; choose a method that needs bundles.")
     pool, received = benchmark.pool, []
     with TemporaryDirectory() as bundles:
         if method.needs == "bundles":

@@ -103,8 +103,8 @@ def unite_anchored(bundles, seed, pool, config, workers=0, progress=False) -> tu
     "Experts beside the public one; only the router is tuned, on the union of the proxies."
     public = public_routing("logistic", seed, pool.train)
     model = only_routers(unite(seed, bundles, public, replace(ANCHORED, top_k=config.router.top_k), config.rng))
-    losses = finetune(model, pool.train.select(proxy_union(bundles)), pool.classes, config.finetune, config.rng, workers,
-                      "FlexOlmo" if progress else "")
+    losses = finetune(model, pool.train.select(proxy_union(bundles)), pool.classes, config.finetune, config.rng,
+                      workers, "FlexOlmo" if progress else "")
     return model, dict(losses=losses)
 
 def private_with(selection: str, # how proxies are selected: "similarity", "dpp" or "random"

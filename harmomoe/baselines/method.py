@@ -110,8 +110,8 @@ def run_method(method: Method,
     shared, sent, received = (seed, benchmark.pool), 0, []
     if method.needs == "bundles":
         with TemporaryDirectory() as bundles:
-            received = run_clients(method, benchmark, seed, embeddings, config, Path(folder, "clients"), bundles, workers,
-                                   progress)
+            received = run_clients(method, benchmark, seed, embeddings, config, Path(folder, "clients"), bundles,
+                                   workers, progress)
         sent = bytes_sent(method, received)
     elif method.needs == "rounds":
         received = [method.client(domain, *shared, method.adjust(config)) for domain in benchmark.clients]

@@ -22,7 +22,8 @@ from ..unify import public_sample
 def train_on_all(domains, seed, pool, config, workers=0, progress=False) -> tuple[UnifiedModel, dict]:
     "One Mixture of Experts, trained on all private data."
     settings, public = config.router, public_sample(pool, config)
-    routings = [client_routing(settings.form, seed, seed.tower, domain.train, None, public, workers) for domain in domains]
+    routings = [client_routing(settings.form, seed, seed.tower, domain.train, None, public, workers)
+                for domain in domains]
     names, ranks = [domain.name for domain in domains], [config.rank] * len(domains)
     if settings.seed_expert:
         routings = [public_routing(settings.form, seed, public, workers), *routings]
