@@ -111,6 +111,7 @@ class UnifiedModel(Model):
             if blend is None: blend = router.blend
             if settings.shared_blend: router.blend = blend
             self.tower.set_submodule(path, LowRankMoE(ffn, seed.ffn, router, owner, scale))
+        self.tower.eval()
 
     @property
     def layers(self) -> list[LowRankMoE]:
@@ -118,10 +119,10 @@ class UnifiedModel(Model):
         return [self.tower.get_submodule(path) for path in self.seed.layers]
 
     def start_experts(self,
-        dropout: float = 0., # share of a low-rank map's inputs that training leaves out at random
+        dropout: float = 0., # share of a low-rank map's inputs that training leaves out at random; it is not saved
         rng: int = 0,
         ) -> "UnifiedModel": # itself
-        "New experts, for training from the start: as in LoRA, A is random and B zero, so that they change nothing yet."
+        "New experts, for training from the start: as in LoRA, A is random and B zero, so that each is the seed's FFN."
         with torch.no_grad(), seeded(rng):
             for layer in self.layers:
                 layer.dropout = dropout

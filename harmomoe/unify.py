@@ -198,7 +198,8 @@ def run_client(domain: Domain, # the client's private data
         tower, (train, public) = load_expert(seed, expert / ADAPTER), _training_data(domain, proxies, pool, config)
         client_routing(config.router.form, seed, tower, train, public, public_sample(pool, config),
                        workers).save(partial)
-    described = dict(expert=digest(read_manifest(expert)["files"]), form=config.router.form,
+    made = read_manifest(expert)
+    described = dict(expert=digest([made["inputs"], made["files"]]), form=config.router.form,
                      public_samples=config.public_samples, rng=config.rng)
     routing = RoutingVectors.load(keep(folder, "routing", described, describe))
     return write_bundle(bundle or folder / "bundle", domain.name, expert, routing, proxies, seed, len(domain.train),

@@ -136,29 +136,36 @@ def tiny_bundles(tiny_clients, tiny_seed, tiny_benchmark):
     return [read_bundle(tiny_clients / name / "bundle", tiny_seed, pool) for name in "abc"]
 
 
+def _bundles_of(form):
+    "A fixture: what the three clients send, of the same experts, when the routing vectors are to have this form."
+    @pytest.fixture(scope="session", name=f"tiny_{form}")
+    def bundles(tiny_clients, tiny_seed, tiny_benchmark, tiny_embeddings, tiny_settings, tmp_path_factory):
+        import shutil
+        from dataclasses import replace
+
+        from harmomoe.bundle import read_bundle
+        from harmomoe.moe import RouterSettings
+        from harmomoe.unify import run_client
+        folder = shutil.copytree(tiny_clients, tmp_path_factory.mktemp(form) / "clients")
+        settings = replace(tiny_settings, router=RouterSettings(initial=form))
+        sent = [run_client(client, tiny_seed, tiny_benchmark.pool, tiny_embeddings, settings, folder / client.name)
+                for client in tiny_benchmark.clients]
+        return [read_bundle(bundle, tiny_seed) for bundle in sent]
+    return bundles
+
+
+tiny_logistic, tiny_moments = _bundles_of("logistic"), _bundles_of("moments")
+
+
 @pytest.fixture(scope="session")
-def tiny_logistic(tiny_clients, tiny_seed, tiny_benchmark, tiny_embeddings, tiny_settings, tmp_path_factory):
-    "What the three clients send, of the same experts, when the routing vectors are to be logistic."
-    import shutil
-    from dataclasses import replace
-
-    from harmomoe.bundle import read_bundle
-    from harmomoe.moe import RouterSettings
-    from harmomoe.unify import run_client
-    folder = shutil.copytree(tiny_clients, tmp_path_factory.mktemp("logistic") / "clients")
-    settings = replace(tiny_settings, router=RouterSettings(initial="logistic"))
-    sent = [run_client(client, tiny_seed, tiny_benchmark.pool, tiny_embeddings, settings, folder / client.name)
-            for client in tiny_benchmark.clients]
-    return [read_bundle(bundle, tiny_seed) for bundle in sent]
-
-
-@pytest.fixture(scope="session")
-def tiny(tiny_seed, tiny_benchmark, tiny_embeddings, tiny_settings, tiny_clients, tiny_bundles, tiny_logistic):
-    "All of the above in one: `tiny.seed`, `tiny.pool`, `tiny.a` and so on."
+def tiny(tiny_seed, tiny_benchmark, tiny_embeddings, tiny_settings, tiny_clients, tiny_bundles, tiny_logistic,
+         tiny_moments):
+    "All of the above in one: `tiny.seed`, `tiny.pool`, `tiny.a` and so on; `tiny.sent` has the bundles of each form."
     pool, clients = tiny_benchmark.pool, tiny_benchmark.clients
     return SimpleNamespace(seed=tiny_seed, pool=pool, clients=clients, **{client.name: client for client in clients},
                            embeddings=tiny_embeddings, settings=tiny_settings, work=tiny_clients, bundles=tiny_bundles,
-                           logistic=tiny_logistic)
+                           logistic=tiny_logistic, moments=tiny_moments,
+                           sent=dict(mean=tiny_bundles, logistic=tiny_logistic, moments=tiny_moments))
 
 
 @pytest.fixture
@@ -190,10 +197,9 @@ def unite_with(tiny, tiny_public):
     from harmomoe.moe import RouterSettings, unite
 
     def build(bundles=None, rng=0, **settings):
-        logistic = settings.get("initial") == "logistic"
-        if bundles is None: bundles = tiny.logistic if logistic else tiny.bundles
-        public = tiny_public["logistic" if logistic else "mean"]
-        return unite(tiny.seed, bundles, public, RouterSettings(**settings), rng)
+        settings = RouterSettings(**settings)
+        if bundles is None: bundles = tiny.sent[settings.form]
+        return unite(tiny.seed, bundles, tiny_public[settings.form], settings, rng)
     return build
 
 

@@ -1,11 +1,14 @@
 """Every method that is compared keeps one contract; then what is particular to each, and how tables are made.
 
 Each method is played once, from private data to the model, while `play` notes who looked at which images."""
+import multiprocessing
 import shutil
 from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
+from pathlib import Path
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 
 import numpy as np
@@ -20,7 +23,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 import harmomoe.unify
-from harmomoe.baselines import compare, model_soup as soups
+from harmomoe.baselines import compare, costs, model_soup as soups
 from harmomoe.baselines.btm import btm_posterior, domain_posterior
 from harmomoe.baselines.btx import linear_router, mix, random_public
 from harmomoe.baselines.comigs import Participant, take_rounds
@@ -31,7 +34,7 @@ from harmomoe.baselines.method import PARTS, Method, bytes_sent, run_method, run
 from harmomoe.baselines.moa import domain_loss, owned_proxies
 from harmomoe.baselines.models import Ensemble, expert_tower, load, save
 from harmomoe.baselines.proxies_only import proxies_only
-from harmomoe.baselines.zero_shot import separate_expert, zero_shot
+from harmomoe.baselines.zero_shot import matching, separate_expert, zero_shot
 from harmomoe.bundle import ADAPTER, Bundle, read_bundle
 from harmomoe.core import MANIFEST, keep, read_manifest
 from harmomoe.domains import Benchmark, Domain
@@ -39,6 +42,7 @@ from harmomoe.evaluate import accuracy
 from harmomoe.experts import load_expert
 from harmomoe.finetune import observe_routing, proxy_union
 from harmomoe.moe import RouterSettings, UnifiedModel
+from harmomoe.relevance import linear_probe
 from harmomoe.routing import layer_means
 from harmomoe.seed import Model, labelled
 from harmomoe.unify import public_sample, run_client, unify
@@ -46,6 +50,7 @@ from harmomoe.unify import public_sample, run_client, unify
 pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")
 NAMES = [*METHODS, "expert:a"]
 every_method = pytest.mark.parametrize("name", NAMES)
+PERSONAL = "comigs", "matching experts"                                  # these deliver a model for each client
 FLEXOLMOS = [name for name in METHODS if name.startswith("flexolmo")]
 FACTORS = ["a.c_fc", "a.c_proj", "b.c_fc", "b.c_proj"]
 # what training changes in the Mixture-of-Experts layers that a method delivers
@@ -66,7 +71,8 @@ def members(model):
 
 
 def towers(model):
-    return model.towers if isinstance(model, Ensemble) else [model.tower]
+    return [tower for own in members(model).values()
+            for tower in (own.towers if isinstance(own, Ensemble) else [own.tower])]
 
 
 def changed(tower, other):
@@ -203,7 +209,7 @@ def alike(one, two): return one.keys() == two.keys() and all(torch.equal(one[nam
 def test_method_builds_a_model_that_scores_and_says_what_was_sent(name, play, logits):
     played = play(name)
     assert played.method.name == name and played.report["bytes"] >= 0
-    assert list(members(played.model)) == (["a", "b", "c"] if name == "comigs" else ["all"])
+    assert list(members(played.model)) == (["a", "b", "c"] if name in PERSONAL else ["all"])
     for scores in logits(played.model).values(): assert scores.shape == (44, 15) and torch.isfinite(scores).all()
     losses = played.report.get("losses", [])
     assert len(losses) == (2 if name in MOVES and name != "comigs" else 0) and np.isfinite(losses).all()
@@ -411,7 +417,7 @@ def test_method_is_checked(wrong, said):
 
 
 def test_unknown_method_is_refused_and_the_known_ones_are_named():
-    with pytest.raises(ValueError, match="no method 'btn'; there are zeroshot, btm, .*, and expert:CLIENT"):
+    with pytest.raises(ValueError, match=f"no method 'btn'; there are {', '.join(METHODS)}, and expert:CLIENT"):
         find_method("btn")
     assert find_method("expert:x").name == "expert:x" and all(find_method(name).name == name for name in METHODS)
 
@@ -446,6 +452,19 @@ def test_expert_as_a_tower_is_the_expert_that_was_sent(tiny, logits):
         merged = load_expert(tiny.seed, bundle.folder / ADAPTER)
         found, wanted = (logits(Model(tiny.seed, tower))["all"] for tower in (expert_tower(tiny.seed, bundle), merged))
         assert torch.allclose(found, wanted, atol=1e-4)
+
+
+def test_matching_experts_are_harmomoes_own_each_for_the_client_that_sent_it(play, tiny, logits):
+    "They are trained on proxies too, unlike a separate expert."
+    models = play("matching experts").model
+    assert list(models) == [bundle.client for bundle in tiny.bundles] and len(set(map(id, models.values()))) == 3
+    for bundle in tiny.bundles:
+        wanted = Model(tiny.seed, load_expert(tiny.seed, bundle.folder / ADAPTER))
+        assert type(models[bundle.client]) is Model
+        assert torch.allclose(logits(models[bundle.client])["all"], logits(wanted)["all"], atol=1e-4)
+    assert not torch.allclose(logits(models["a"])["all"], logits(play("expert:a").model)["all"], atol=1e-2)
+    model, report = run_server(matching, tiny.bundles[1:2], tiny.seed, tiny.pool, tiny.settings)
+    assert list(model) == ["b"] and report == {}
 
 
 def member_probabilities(tiny, batch):
@@ -683,7 +702,8 @@ def source(tiny_seed_folder, tiny_folder):
 
 
 @pytest.fixture(scope="module")
-def lines(tiny): return [Row(name, tiny.settings) for name in ("zeroshot", "expert:a", "comigs", "harmomoe")]
+def lines(tiny):
+    return [Row(name, tiny.settings) for name in ("zeroshot", "expert:a", "comigs", "harmomoe", "matching experts")]
 
 
 @pytest.fixture(scope="module")
@@ -705,7 +725,7 @@ def test_rows_hold_what_the_methods_give(compared, lines, play, tiny):
         played = play(row.method)
         assert result["bytes"] == played.report["bytes"]
         for client in tiny.clients:
-            model = played.model[client.name] if row.method == "comigs" else played.model
+            model = played.model[client.name] if row.method in PERSONAL else played.model
             assert result["accuracy"][client.name] == asdict(accuracy(model, client.test, client.classes))
             assert result["parameters"] == model.parameters()
             assert (client.name in result["routing"]) == isinstance(model, UnifiedModel)
@@ -752,25 +772,32 @@ def test_row_is_made_again_when_data_change_that_the_method_uses(tiny, tmp_path)
     assert len(kept(tmp_path)) == 2
 
 
+def diverging(config):
+    "The same settings, but the server's training fails, after the clients have done their work."
+    return replace(config, finetune=replace(config.finetune, learning_rate=1e38, optimizer="sgd"))
+
+
 def test_error_of_a_row_surfaces_and_finished_rows_stay(source, tiny, tmp_path):
-    wrong = replace(tiny.settings, router=RouterSettings(top_k=9))
-    with pytest.raises(ValueError, match="top_k is 9"):
-        run_rows([Row("zeroshot", tiny.settings), Row("expert:a", tiny.settings), Row("btx", wrong)], source, tmp_path)
+    rows = [Row("zeroshot", tiny.settings), Row("expert:a", tiny.settings), Row("btx", diverging(tiny.settings))]
+    with pytest.raises(FloatingPointError, match="ower the learning rate"): run_rows(rows, source, tmp_path)
     assert [name.rpartition("-")[0] for name in kept(tmp_path)] == ["expert-a", "zeroshot"]
 
 
-@pytest.mark.parametrize("method, processes, said", [("nonsense", 1, "no method 'nonsense'"),
-                                                     ("zeroshot", 0, "processes is 0")])
-def test_wrong_rows_are_refused_before_any_work(method, processes, said, source, tiny, tmp_path):
-    with pytest.raises(ValueError, match=said): run_rows([Row(method, tiny.settings)], source, tmp_path, processes)
+@pytest.mark.parametrize("method, changes, processes, said", [
+    ("nonsense", {}, 1, "no method 'nonsense'"), ("zeroshot", {}, 0, "processes is 0"),
+    ("expert:d", {}, 1, "no client 'd'; there are a, b, c"),
+    ("btx", dict(router=RouterSettings(top_k=9)), 2, "top_k is 9"),
+    ("harmomoe", dict(candidates=91), 1, "candidates is 91, but the pool has 90 samples")], ids=str)
+def test_wrong_rows_are_refused_before_any_work(method, changes, processes, said, source, tiny, tmp_path):
+    rows = [Row("zeroshot", tiny.settings), Row(method, replace(tiny.settings, **changes))]
+    with pytest.raises(ValueError, match=said): run_rows(rows, source, tmp_path, processes)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_several_processes_give_the_same_and_an_error_of_one_surfaces(compared, lines, source, tiny, tmp_path,
                                                                       monkeypatch):
-    good = [0, 1, 3]
-    wrong = Row("btx", replace(tiny.settings, router=RouterSettings(top_k=9)))
-    with pytest.raises(ValueError, match="top_k is 9"):
+    good, wrong = [0, 1, 3, 4], Row("btx", diverging(tiny.settings))
+    with pytest.raises(FloatingPointError, match="ower the learning rate"):
         run_rows([*(lines[i] for i in good), wrong], source, tmp_path, processes=2)
     monkeypatch.setattr(compare, "run_method", forbidden)                                # all others were finished
     assert run_rows([lines[i] for i in good], source, tmp_path) == [compared[1][i] for i in good]
@@ -820,6 +847,56 @@ def test_intervals_are_means_and_half_widths_and_differences_are_taken_seed_by_s
     assert shown.loc["first", "against first"] == ""
     single = with_intervals(percentages({"one": [result(1, 2)]}))
     assert single.loc["one"].tolist() == ["5.0", "10.0", "7.5"] and isinstance(single, pd.DataFrame)
+
+
+# ---- costs
+
+def test_selection_is_timed_in_rounds_of_which_the_first_does_not_count(tiny, monkeypatch):
+    relevance, calls, clock = linear_probe(tiny.embeddings[:20], tiny.embeddings), [], [0.]
+    takes = dict(random=[50, 3, 1, 2], similarity=[60, 7, 8, 5], dpp=[70, 20, 40, 30])
+
+    def select(embeddings, scores, m, n, method, rng):
+        assert embeddings is tiny.embeddings and scores is relevance.scores
+        assert (m, n, rng) == (tiny.settings.proxies, tiny.settings.candidates, tiny.settings.rng)
+        clock[0] += takes[method][calls.count(method)]
+        calls.append(method)
+    monkeypatch.setattr(costs, "select_proxies", select)
+    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    table = costs.selection_seconds(tiny.embeddings, relevance, tiny.settings, rounds=3)
+    assert calls == ["random", "similarity", "dpp"] * 4 and table.index.name == "selection"
+    assert table.T.to_dict() == dict(random=dict(seconds=2, lowest=1, highest=3),
+                                     similarity=dict(seconds=7, lowest=5, highest=8),
+                                     dpp=dict(seconds=30, lowest=20, highest=40))
+
+
+def test_selection_takes_time(tiny):
+    relevance = linear_probe(tiny.embeddings[:20], tiny.embeddings)
+    table = costs.selection_seconds(tiny.embeddings, relevance, tiny.settings, rounds=2)
+    assert table.columns.tolist() == ["seconds", "lowest", "highest"] and (table > 0).all(axis=None)
+    assert (table.lowest <= table.seconds).all() and (table.seconds <= table.highest).all()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is measured on Linux only")
+def test_peak_memory_is_that_of_the_process_alone_and_grows_by_what_is_touched():
+    "A fresh process starts from its own mark, not from that of the process that started it."
+    held = np.ones(50 * 2 ** 20)                                                            # 400 MB
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        before = pool.submit(costs._peak, "cpu").result()
+        pool.submit(exec, "import numpy; numpy.ones(25 * 2 ** 20)").result()                # 200 MB, given back
+        after = pool.submit(costs._peak, "cpu").result()
+    assert 50 < before < costs._peak("cpu") - held.nbytes / 2 ** 20 / 2
+    assert after - before == pytest.approx(200, abs=60)
+
+
+def test_peak_memory_is_not_a_number_where_it_cannot_be_measured(monkeypatch):
+    monkeypatch.setattr(costs, "Path", lambda name: Path("/nowhere") / name.lstrip("/"))
+    assert np.isnan(costs._peak("cpu"))
+
+
+def test_method_without_a_servers_part_of_its_own_has_no_server_costs(source, tiny, tmp_path):
+    with pytest.raises(ValueError, match="comigs has no server's part of its own; choose a method that needs bundles"):
+        costs.server_costs(Row("comigs", tiny.settings), source, tmp_path / "work", tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- versions of an artefact

@@ -21,7 +21,7 @@ from harmomoe.experts import load_expert
 from harmomoe.moe import RouterSettings
 from harmomoe.proxies import ProxySet
 from harmomoe.relevance import linear_probe
-from harmomoe.routing import layer_means
+from harmomoe.routing import FORMS, layer_means
 from harmomoe.seed import ImageSeed
 from harmomoe.unify import run_client
 from helpers import kept
@@ -131,10 +131,14 @@ def bundle(private, tiny_seed, tiny_benchmark, tiny_embeddings, tiny_settings, t
 
 
 @pytest.fixture(scope="module")
-def logistic_bundle(bundle, private, tiny_seed, tiny_benchmark, tiny_embeddings, tiny_settings, tmp_path_factory):
-    folder = shutil.copytree(bundle.parent, tmp_path_factory.mktemp("logistic") / "clinic")
-    settings = replace(tiny_settings, router=RouterSettings(initial="logistic"))
-    return run_client(private, tiny_seed, tiny_benchmark.pool, tiny_embeddings, settings, folder)
+def bundles(bundle, private, tiny_seed, tiny_benchmark, tiny_embeddings, tiny_settings, tmp_path_factory):
+    "form of the routing vectors -> the bundle with them, of the same expert."
+    found = dict(mean=bundle)
+    for form in FORMS.keys() - found.keys():
+        folder = shutil.copytree(bundle.parent, tmp_path_factory.mktemp(form) / "clinic")
+        settings = replace(tiny_settings, router=RouterSettings(initial=form))
+        found[form] = run_client(private, tiny_seed, tiny_benchmark.pool, tiny_embeddings, settings, folder)
+    return found
 
 
 def test_bundle_is_exactly_four_files_and_their_manifest(bundle):
@@ -149,29 +153,33 @@ def test_nothing_private_is_in_the_bundle(bundle, secrets):
     assert leaks(bundle, data, texts) == set()
 
 
-def test_nothing_private_is_in_a_bundle_with_logistic_vectors_either(logistic_bundle, secrets):
+@pytest.mark.parametrize("form", ["logistic", "moments"])
+def test_nothing_private_is_in_a_bundle_with_another_form_of_vectors_either(form, bundles, secrets):
     data, texts, _ = secrets
-    assert leaks(logistic_bundle, data, texts) == set()
+    assert sorted(path.relative_to(bundles[form]).as_posix() for path in bundles[form].rglob("*") if path.is_file()) \
+        == sorted([*FILES, MANIFEST])
+    assert leaks(bundles[form], data, texts) == set()
 
 
-def test_routing_vectors_sum_up_all_samples_and_repeat_none(bundle, logistic_bundle, private, tiny_seed, tmp_path):
-    tower, data = load_expert(tiny_seed, bundle / ADAPTER), set()
-    for values in (layer_means(tiny_seed, one, private.train) for one in (tower, tiny_seed.tower)):
+def test_routing_vectors_sum_up_all_samples_and_repeat_none(bundles, private, tiny_seed, tmp_path):
+    tower, data = load_expert(tiny_seed, bundles["mean"] / ADAPTER), set()
+    for values in (layer_means(tiny_seed, one, private.train, spread=True) for one in (tower, tiny_seed.tower)):
         for row in values.flatten(0, 1): data |= runs(row.numpy().tobytes())
-    assert leaks(bundle, data, []) == leaks(logistic_bundle, data, []) == set()
-    one = shutil.copytree(bundle, tmp_path / "one")            # the mean over a single sample would be found
-    save_file(dict(vectors=values[:, 0].contiguous()), one / ROUTING)
-    assert leaks(one, data, []) == {(ROUTING, "data")}
+    assert {form: leaks(bundle, data, []) for form, bundle in bundles.items()} == dict.fromkeys(FORMS, set())
+    for name, part in (("mean", values[:, 0, :64]), ("spread", values[:, 0, 64:])):     # those of a single sample
+        one = shutil.copytree(bundles["moments"], tmp_path / name)                      # would be found
+        save_file(dict(vectors=part.contiguous()), one / ROUTING)
+        assert leaks(one, data, []) == {(ROUTING, "data")}
 
 
-@pytest.mark.parametrize("form", ["mean", "logistic"])
-def test_routing_file_holds_a_vector_and_a_number_a_layer_and_the_form(form, bundle, logistic_bundle):
-    with safe_open((bundle if form == "mean" else logistic_bundle) / ROUTING, "pt") as file:
+@pytest.mark.parametrize("form, width", [("mean", 64), ("logistic", 64), ("moments", 128)])
+def test_routing_file_holds_a_vector_and_a_number_a_layer_and_the_form(form, width, bundles):
+    with safe_open(bundles[form] / ROUTING, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
         assert file.metadata() == dict(form=form)
     assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()} \
-        == dict(vectors=((2, 64), torch.float32), biases=((2,), torch.float32))
-    assert tensors["biases"].any() == (form == "logistic")
+        == dict(vectors=((2, width), torch.float32), biases=((2,), torch.float32))
+    assert tensors["biases"].any() == (form != "mean")
 
 
 def test_names_of_the_files_tensors_columns_and_fields_are_the_known_ones(bundle, private, tiny_seed):
@@ -351,6 +359,12 @@ SPOILT = {
     "vectors of a deeper model": (routing(layers=3), ValueError, r"vectors \[2, 64\], but is \(3, 64\)"),
     "vectors of a wider model": (routing(width=65), ValueError, r"vectors \[2, 64\], but is \(2, 65\)"),
     "vectors not finite": (routing(value=torch.nan), ValueError, "must hold finite numbers"),
+    "vectors with spreads where there are none": (routing(width=128, form="logistic"), ValueError,
+                                                  r"vectors \[2, 64\], but is \(2, 128\)"),
+    "means with spreads": (routing(width=128), ValueError, r"vectors \[2, 64\], but is \(2, 128\)"),
+    "vectors that lack the spreads": (routing(form="moments"), ValueError,
+                                      r"vectors \[2, 128\], but is \(2, 64\)"),
+    "vectors with half of the spreads": (routing(width=127, form="moments"), ValueError, r"but are \(2, 127\)"),
     "vectors of another form": (routing(form="random"), ValueError, "is 'random', but must be .*mean.* logistic"),
     "proxies no parquet": (file(PROXIES, b"nothing"), ValueError, "proxies.parquet can't be read as parquet"),
 }

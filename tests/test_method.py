@@ -20,7 +20,7 @@ from harmomoe.experts import Training, expert_data, load_expert, train, train_ex
 from harmomoe.finetune import finetune, observe_routing, proxy_union
 from harmomoe.moe import RouterSettings, UnifiedModel, load_model, save_model
 from harmomoe.relevance import cached_embeddings, fine_tuned_classifier, linear_probe
-from harmomoe.routing import FILE as ROUTING
+from harmomoe.routing import FILE as ROUTING, FORMS
 from harmomoe.seed import Model, labelled
 from harmomoe.unify import Config, open_benchmark, run_client, select_stage, unify
 from helpers import kept, stamps
@@ -116,7 +116,7 @@ def with_images_of(domain, other):
     return replace(domain, train=Dataset.from_dict(dict(image=images, label=train["label"]), train.features))
 
 
-@pytest.mark.parametrize("form", ["mean", "logistic"])
+@pytest.mark.parametrize("form", FORMS)
 def test_of_private_images_nothing_but_the_choice_of_proxies_is_in_experts_trained_on_proxies(form, tiny, tmp_path):
     "Random proxies don't depend on private images either: then nothing that is sent does, but their number."
     def sent(domain, **changes):
@@ -321,6 +321,45 @@ def test_another_expert_is_trained_when_the_private_data_change(client, tiny, tm
     assert sent == (new / ADAPTER_FILES[1]).read_bytes() != adapter
 
 
+STILL = Training(epochs=0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_routing_is_computed_again_when_private_data_change_that_left_no_trace_in_the_expert(form, client, tiny,
+                                                                                             tmp_path):
+    "Without epochs the expert is the one that training would start from, whatever it would train on."
+    def sent(train=None):
+        client(train, expert=STILL, router=RouterSettings(initial=form))
+        return read_bundle(shutil.copytree(tmp_path / "a" / "bundle", tmp_path / f"{len(list(tmp_path.iterdir()))}"),
+                           tiny.seed)
+    domains = [tiny.a, with_images_of(tiny.a, tiny.c), replace(tiny.a, train=tiny.a.train.select(range(29)))]
+    bundles = [sent(domain.train) for domain in domains]
+    same_files(bundles[0].folder, bundles[1].folder, ADAPTER_FILES)
+    same_files(bundles[0].folder, bundles[2].folder, ADAPTER_FILES)
+    settings = replace(tiny.settings, expert=STILL, router=RouterSettings(initial=form))
+    for index, (domain, bundle) in enumerate(zip(domains, bundles)):
+        fresh = run_client(domain, tiny.seed, tiny.pool, tiny.embeddings, settings, tmp_path / f"fresh-{index}")
+        same_files(bundle.folder, fresh, (ROUTING,))
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert not torch.equal(bundles[one].routing.vectors, bundles[other].routing.vectors)
+
+
+@pytest.mark.parametrize("form", ["logistic", "moments"])
+def test_routing_is_computed_again_when_the_pool_changes_that_the_expert_did_not_see(form, tiny, tmp_path):
+    smaller = replace(tiny.pool, train=tiny.pool.train.select(range(60)))
+    settings = replace(tiny.settings, proxy_aligned=False, router=RouterSettings(initial=form))
+
+    def sent(pool, folder):
+        embeddings = tiny.embeddings[:len(pool.train)]
+        bundle = run_client(tiny.a, tiny.seed, pool, embeddings, settings, tmp_path / folder)
+        return shutil.copytree(bundle, tmp_path / f"{folder}-{len(pool.train)}")
+    full, less, fresh = sent(tiny.pool, "kept"), sent(smaller, "kept"), sent(smaller, "fresh")
+    same_files(full, less, ADAPTER_FILES)
+    same_files(less, fresh, FILES)
+    vectors = [read_bundle(folder, tiny.seed).routing.vectors for folder in (full, less)]
+    assert not torch.equal(*vectors) and len(kept(tmp_path / "kept", "routing")) == 2
+
+
 PARTS = dict(relevance="relevance.npz", proxies=PROXIES, expert=ADAPTER_FILES[1], routing=ROUTING)
 
 
@@ -352,7 +391,7 @@ def test_interrupted_stage_leaves_nothing_of_its_own_and_is_taken_up(where, left
     same_files(tmp_path / "a" / "bundle", tiny.work / "a" / "bundle", FILES)
 
 
-@pytest.mark.parametrize("form", ["mean", "logistic"])
+@pytest.mark.parametrize("form", FORMS)
 def test_expert_that_diverged_in_its_very_last_step_is_not_sent(form, tiny, tmp_path):
     one_step = Training(epochs=1, batch_size=1000, learning_rate=1e38)
     settings = replace(tiny.settings, expert=one_step, router=RouterSettings(initial=form))
@@ -411,8 +450,11 @@ def test_seeds_weights_are_in_the_model_unchanged(unified, tiny):
         for name in ("router.vectors", "router.blend", "a.c_fc", "a.c_proj", "b.c_fc", "b.c_proj")}
 
 
-def test_model_gives_an_image_the_same_embedding_in_every_batch(unified, tiny):
-    data, tower = tiny.a.test, unified[0].tower
+@pytest.mark.parametrize("form", FORMS)
+def test_model_gives_an_image_the_same_embedding_in_every_batch(form, unite_with, tiny):
+    data, model = tiny.a.test, unite_with(initial=form)
+    finetune(model, tiny.pool.test, tiny.pool.classes, SHORT)
+    tower = model.tower
     together = embed(tiny.seed, tower, data)
     for batch_size in (1, 5): assert close(embed(tiny.seed, tower, data, batch_size), together)
     assert close(embed(tiny.seed, tower, data.select(range(11, -1, -1))), together.flip(0))
@@ -421,6 +463,8 @@ def test_model_gives_an_image_the_same_embedding_in_every_batch(unified, tiny):
 EVERY = [dict(), dict(top_k=2), dict(top_k=4), dict(top_k=3, renormalise=True), dict(seed_expert=False),
          dict(shared_blend=True), dict(blend=1.), dict(blend=0., learn_blend=False), dict(initial="random"),
          dict(initial="logistic"), dict(initial="logistic", top_k=2, seed_expert=False, shared_blend=True),
+         dict(initial="moments"), dict(initial="moments", top_k=2, seed_expert=False, blend=1.),
+         dict(initial="moments", top_k=3, renormalise=True, shared_blend=True, learn_blend=False),
          dict(top_k=3, seed_expert=False, shared_blend=True)]
 NAMES = [" ".join(f"{key}={value}" for key, value in settings.items()) or "default" for settings in EVERY]
 
@@ -439,6 +483,31 @@ def test_saved_model_comes_back_the_same_and_can_be_trained_on(settings, unite_w
     assert same(weights(again.tower), weights(model.tower))
 
 
+def training(model): return {name for name, module in model.tower.named_modules() if module.training}
+
+
+@pytest.mark.parametrize("settings", [dict(), dict(initial="moments", top_k=2, shared_blend=True)], ids=str)
+def test_every_part_of_a_model_is_ready_for_inference_when_it_is_made_and_when_it_is_loaded(settings, unite_with, tiny,
+                                                                                            tmp_path):
+    model, new = unite_with(**settings), new_model(tiny, **settings)
+    assert len(list(model.tower.modules())) > 20 and training(model) == training(new) == set()
+    assert training(new.start_experts(dropout=.5)) == set()
+    assert new.tower.training is False and all(not layer.training for layer in new.layers)
+    model.tower.train()                                       # as it was left has no part in what is loaded
+    assert training(load_model(save_model(model, tmp_path / "model"))) == set()
+    assert training(unite_with(**settings)) == set()          # nor in what is made of the same seed
+    assert not any(module.training for module in tiny.seed.tower.modules())
+
+
+def test_dropout_of_a_new_model_waits_for_training(unite_with, tiny):
+    model = unite_with(top_k=2)
+    before = embed(tiny.seed, model.tower, tiny.a.test)
+    for layer in model.layers: layer.dropout = .5
+    assert torch.equal(embed(tiny.seed, model.tower, tiny.a.test), before)
+    model.tower.train()
+    assert not close(embed(tiny.seed, model.tower, tiny.a.test), before)
+
+
 @pytest.mark.parametrize("settings", EVERY, ids=NAMES)
 def test_layer_is_the_weighted_sum_of_dense_experts(settings, unite_with, tiny):
     model = unite_with(**settings)
@@ -446,9 +515,11 @@ def test_layer_is_the_weighted_sum_of_dense_experts(settings, unite_with, tiny):
     for path, layer in zip(tiny.seed.layers, model.layers):
         ffns = [tiny.seed.tower.get_submodule(path)] * settings.get("seed_expert", True)
         ffns += [load_expert(tiny.seed, bundle.folder / "adapter").get_submodule(path) for bundle in tiny.bundles]
-        e, mixed = layer.router.vectors, layer.router.blend
+        (e, f), mixed, form = layer.router.vectors.tensor_split([64], 1), layer.router.blend, model.settings.form
+        assert f.shape[1] == 64 * (form == "moments")
         logits = ((1 - mixed) * z + mixed * z.mean(1, keepdim=True)) @ e.T
-        if settings.get("initial") == "logistic": logits = logits + layer.router.biases
+        if form == "moments": logits = logits + mixed * (z.var(1, keepdim=True, correction=0) + 1e-6).sqrt() @ f.T
+        if form != "mean": logits = logits + layer.router.biases
         pi = logits.softmax(-1)
         kept = pi >= pi.topk(model.settings.top_k, dim=-1).values[..., -1:]
         pi = torch.where(kept, pi, 0.)
@@ -601,7 +672,8 @@ def test_active_parameters_are_those_of_the_largest_experts_that_a_token_can_cho
     line = sum(linear.in_features + linear.out_features for path in tiny.seed.layers for linear in (
         getattr(tiny.seed.tower.get_submodule(path), name) for name in tiny.seed.ffn.linears))
     for settings, routers in ((dict(), 2 * (3 * 64 + 1)), (dict(shared_blend=True), 2 * 3 * 64 + 1),
-                              (dict(initial="logistic"), 2 * (3 * 65 + 1))):
+                              (dict(initial="logistic"), 2 * (3 * 65 + 1)),
+                              (dict(initial="moments"), 2 * (3 * 129 + 1))):
         for top_k, rank in ((1, 4), (2, 6), (3, 6)):
             model = new_model(tiny, top_k=top_k, **settings)
             assert model.parameters() == dict(total=tower + 6 * line + routers, active=tower + rank * line + routers)
@@ -687,7 +759,8 @@ def test_settings_are_checked(wrong, said):
 
 
 def test_router_settings_are_checked_by_name():
-    with pytest.raises(ValueError, match="'zero' is none of mean, logistic, .*random"): RouterSettings(initial="zero")
+    said = "'zero' is none of mean, logistic, moments, random"
+    with pytest.raises(ValueError, match=said): RouterSettings(initial="zero")
 
 
 @pytest.mark.parametrize("wrong", [dict(blend=1.5), dict(blend=-.1), dict(top_k=0), dict(top_k=-1)], ids=str)

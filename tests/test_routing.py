@@ -15,13 +15,14 @@ from harmomoe.experts import Training, load_expert, train_expert
 from harmomoe.finetune import finetune
 from harmomoe.moe import RouterSettings, load_model, save_model, unite
 from harmomoe.router import Router
-from harmomoe.routing import (FILE, RoutingVectors, client_routing, layer_means, logistic_routing, mean_routing,
-                              public_routing, token_mean)
+from harmomoe.routing import (FILE, FORMS, RoutingVectors, client_routing, layer_means, logistic_routing, mean_routing,
+                              public_routing, token_mean, token_spread)
 from harmomoe.unify import unify
 from helpers import kept, stamps
 
 SHORT = Training(epochs=1, batch_size=16, learning_rate=3e-3, optimizer="adamw", weight_decay=0.)
-LOGISTIC = RouterSettings(initial="logistic")
+RATIOS = [form for form in FORMS if form != "mean"]             # the forms that come from a regression
+each_ratio = pytest.mark.parametrize("form", RATIOS)
 PENALTY = .005
 
 close = partial(torch.allclose, atol=1e-5)
@@ -50,6 +51,31 @@ def test_token_mean_looks_at_real_tokens_only():
     assert token_mean(z.bfloat16(), mask).dtype == torch.bfloat16
 
 
+def spread(z, axis):
+    "The standard deviation as it is defined, in float64, at least 0.001."
+    return np.sqrt(np.asarray(z, np.float64).var(axis) + 1e-6)
+
+
+def test_token_spread_is_the_standard_deviation_of_real_tokens_only():
+    z, mask = normal(3, 4, 5), torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [0, 0, 1, 1]], dtype=torch.bool)
+    assert np.allclose(token_spread(z), spread(z, 1), atol=1e-6)
+    assert torch.equal(token_spread(z, torch.ones(3, 4, dtype=torch.bool)), token_spread(z))
+    expected = np.stack([spread(sample[real], 0) for sample, real in zip(z, mask)])
+    for padding in (0., 1e3, -1e6):
+        assert np.allclose(token_spread(torch.where(mask[..., None], z, padding), mask), expected, atol=1e-6)
+    assert np.allclose(token_spread(z + 1000), spread(z + 1000, 1), atol=1e-4)     # a large mean costs no digits
+    assert token_spread(z.bfloat16(), mask).dtype == torch.bfloat16
+
+
+def test_a_single_real_token_or_none_has_a_spread_of_a_thousandth_and_a_gradient():
+    z, mask = normal(3, 4, 5).requires_grad_(), torch.tensor([[0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
+    found = token_spread(z, mask)
+    assert close(found[:2], torch.tensor(.001), atol=1e-8) and found[2].min() > .01
+    assert close(token_spread(z[:, :1]), torch.tensor(.001), atol=1e-8)
+    found.sum().backward()
+    assert torch.isfinite(z.grad).all() and not z.grad[:2].any() and z.grad[2].all()
+
+
 def entering(tiny, tower, data):
     "What enters each FFN, sample by sample: float64 [layers, n, T, d]."
     seen = [[] for _ in tiny.seed.layers]
@@ -72,11 +98,26 @@ def test_layer_means_are_the_means_of_what_enters_each_ffn_whatever_the_batch(ti
             assert found.dtype == torch.float32 and found.shape == (2, 30, 64) and close(found.double(), expected)
 
 
+def test_layer_means_with_spread_are_means_and_deviations_of_each_image(tiny):
+    data = tiny.a.train
+    for tower in (tiny.seed.tower, load_expert(tiny.seed, tiny.bundles[0].folder / ADAPTER)):
+        z = entering(tiny, tower, data)
+        for batch_size in (256, 7):
+            found = layer_means(tiny.seed, tower, data, batch_size, spread=True)
+            assert found.dtype == torch.float32 and found.shape == (2, 30, 128)
+            assert torch.equal(found[..., :64], layer_means(tiny.seed, tower, data, batch_size))
+            for layer in range(2):
+                for image in range(30):
+                    assert np.allclose(found[layer, image, 64:], spread(z[layer, image], 0), atol=1e-5)
+
+
 def test_layer_means_leave_padding_out(tiny, monkeypatch):
     real = torch.tensor([True, False, True, True, False])
     monkeypatch.setattr(tiny.seed, "token_mask", lambda batch: real.expand(len(batch["images"]), 5))
-    expected = entering(tiny, tiny.seed.tower, tiny.a.test)[:, :, real].mean(2)
-    assert close(layer_means(tiny.seed, tiny.seed.tower, tiny.a.test, 5).double(), expected)
+    z = entering(tiny, tiny.seed.tower, tiny.a.test)[:, :, real]
+    assert close(layer_means(tiny.seed, tiny.seed.tower, tiny.a.test, 5).double(), z.mean(2))
+    both = layer_means(tiny.seed, tiny.seed.tower, tiny.a.test, 5, spread=True)
+    assert close(both[..., :64].double(), z.mean(2)) and np.allclose(both[..., 64:], spread(z, 2), atol=1e-5)
 
 
 def test_layer_means_leave_no_hook_behind_even_after_an_error(tiny, monkeypatch):
@@ -124,19 +165,28 @@ def standardised(routing, layer, private, public):
     return torch.cat([vector * x.std(0, correction=0), bias[None]]).numpy()
 
 
+def of_form(form, samples):
+    "The samples, for the form 'moments' with as many positive numbers beside them."
+    if form == "logistic": return samples
+    return [torch.cat([part, (.2 * normal(*part.shape, seed=3 + i) - 1).exp()], -1) for i, part in enumerate(samples)]
+
+
+@each_ratio
 @pytest.mark.parametrize("penalty", [PENALTY, .5])
-def test_logistic_routing_is_the_optimum_in_each_layer(penalty, samples):
-    found = logistic_routing(*samples, penalty)
-    assert found.form == "logistic" and found.vectors.shape == (2, 6) and found.biases.shape == (2,)
+def test_logistic_routing_is_the_optimum_in_each_layer(penalty, form, samples):
+    samples, width = of_form(form, samples), 6 * FORMS[form]
+    found = logistic_routing(*samples, penalty, form)
+    assert found.form == form and found.vectors.shape == (2, width) and found.biases.shape == (2,)
     for layer, (private, public) in enumerate(zip(*samples)):
         loss, w = objective(private, public, penalty), standardised(found, layer, private, public)
-        best = minimize(loss, np.zeros(7), jac=True, method="BFGS", options=dict(gtol=1e-10))
+        best = minimize(loss, np.zeros(width + 1), jac=True, method="BFGS", options=dict(gtol=1e-10))
         assert abs(loss(w)[1]).max() < 1e-4 and w == pytest.approx(best.x, abs=1e-3)       # where the solver stops
-        alone = logistic_routing(private[None], public[None], penalty)
+        alone = logistic_routing(private[None], public[None], penalty, form)
         assert torch.equal(alone.vectors[0], found.vectors[layer]) and alone.biases[0] == found.biases[layer]
 
 
-def test_penalty_is_a_two_hundredth_unless_told(samples):
+def test_penalty_is_a_two_hundredth_and_the_form_logistic_unless_told(samples):
+    assert logistic_routing(*samples).form == "logistic"
     assert same(logistic_routing(*samples), logistic_routing(*samples, PENALTY))
     assert not same(logistic_routing(*samples), logistic_routing(*samples, 2 * PENALTY))
 
@@ -190,6 +240,10 @@ def test_means_that_do_not_fit_are_refused(positives, negatives):
     assert f"{positives} and {negatives}" in str(caught.value)
 
 
+def test_means_of_an_odd_width_are_none_with_spreads(samples):
+    with pytest.raises(ValueError): logistic_routing(*(part[..., :5] for part in samples), form="moments")
+
+
 @pytest.mark.parametrize("n, public", [(0, 60), (25, 0)])
 def test_density_ratio_needs_samples_of_both_kinds(n, public):
     with pytest.raises(ValueError): logistic_routing(torch.ones(2, n, 6), torch.ones(2, public, 6))
@@ -197,9 +251,9 @@ def test_density_ratio_needs_samples_of_both_kinds(n, public):
 
 # ---- the file
 
-@pytest.mark.parametrize("form", ["mean", "logistic"])
+@pytest.mark.parametrize("form", FORMS)
 def test_routing_vectors_come_back_as_they_were_saved(form, tmp_path):
-    biases = normal(2, seed=1) if form == "logistic" else torch.zeros(2)
+    biases = torch.zeros(2) if form == "mean" else normal(2, seed=1)
     routing = RoutingVectors(normal(64, 2).T, biases, form)                     # a view, not contiguous
     routing.save(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
@@ -217,7 +271,7 @@ def test_routing_vectors_that_are_not_finite_are_not_saved(wrong, tmp_path):
 
 
 FINITE, SHAPES = "must hold finite numbers", r"must be \[layers, d\] and \[layers\], but are "
-BOTH, FORM = "must hold 'vectors' and 'biases'", "must be .*mean.* logistic"
+BOTH, FORM = "must hold 'vectors' and 'biases'", "must be one of mean, logistic, moments"
 REFUSED = {
     "no vectors": (dict(vectors=None), "mean", f"{BOTH}, but holds biases."),
     "no biases": (dict(biases=None), "mean", f"{BOTH}, but holds vectors."),
@@ -229,6 +283,7 @@ REFUSED = {
     "vectors of three dimensions": (dict(vectors=torch.zeros(2, 4, 1)), "mean", SHAPES + r"\(2, 4, 1\) and \(2,\)"),
     "too few biases": (dict(biases=torch.zeros(1)), "logistic", SHAPES + r"\(2, 4\) and \(1,\)"),
     "a bias for each number": (dict(biases=torch.zeros(2, 4)), "logistic", SHAPES + r"\(2, 4\) and \(2, 4\)"),
+    "an odd width with spreads": (dict(vectors=torch.zeros(2, 5)), "moments", r"but are \(2, 5\) and \(2,\)"),
     "unknown form": (dict(), "random", f"is 'random', but {FORM}"),
     "biases of a mean": (dict(biases=torch.ones(2)), "mean", "have no biases"),
     "no form": (dict(), None, f"is None, but {FORM}"),
@@ -245,6 +300,12 @@ def test_file_of_other_routing_vectors_is_refused_saying_where_and_why(what, tmp
     assert str(tmp_path / FILE) in str(caught.value)
 
 
+def test_vectors_with_spreads_have_an_even_width_and_other_vectors_any():
+    for form, width in (("moments", 6), ("logistic", 5), ("mean", 5)):
+        RoutingVectors(torch.zeros(2, width), torch.zeros(2), form)
+    with pytest.raises(ValueError, match=r"\(2, 5\)"): RoutingVectors(torch.zeros(2, 5), torch.zeros(2), "moments")
+
+
 # ---- what a client and the server compute
 
 @pytest.mark.parametrize("proxies", [True, False])
@@ -253,34 +314,46 @@ def test_client_sends_the_mean_of_all_that_it_trained_on_or_its_private_data_aga
     expert = load_expert(tiny.seed, tiny.bundles[0].folder / ADAPTER)
     private, public = tiny.a.train, tiny.pool.train.select(range(50))
     chosen = tiny.pool.train.select(range(60, 70)) if proxies else None
+    for form, wide in (("logistic", False), ("moments", True)):
+        others = [layer_means(tiny.seed, tower, public, spread=wide) for tower in (expert, tiny.seed.tower)]
+        mine = layer_means(tiny.seed, expert, private, spread=wide)
+        expected = logistic_routing(mine, torch.cat(others, 1), form=form)
+        assert expected.vectors.shape == (2, 128 if wide else 64)
+        assert same(client_routing(form, tiny.seed, expert, private, chosen, public), expected)
     own = [layer_means(tiny.seed, expert, data) for data in (private, chosen) if data is not None]
-    others = [layer_means(tiny.seed, tower, public) for tower in (expert, tiny.seed.tower)]
-    expected = logistic_routing(own[0], torch.cat(others, 1))
-    assert same(client_routing("logistic", tiny.seed, expert, private, chosen, public), expected)
     mean = client_routing("mean", tiny.seed, expert, private, chosen, public)
     assert mean.form == "mean" and close(mean.vectors, torch.cat(own, 1).mean(1)) and not mean.biases.any()
 
 
 def test_seeds_own_vectors_are_the_pools_mean_or_zero(tiny):
     public = tiny.pool.train
-    mean, logistic = (public_routing(form, tiny.seed, public) for form in ("mean", "logistic"))
+    mean = public_routing("mean", tiny.seed, public)
     assert mean.form == "mean" and close(mean.vectors, layer_means(tiny.seed, tiny.seed.tower, public).mean(1))
-    assert not mean.biases.any() and logistic.form == "logistic"
-    assert torch.equal(logistic.vectors, torch.zeros(2, 64)) and torch.equal(logistic.biases, torch.zeros(2))
+    assert not mean.biases.any()
+    for form, width in (("logistic", 64), ("moments", 128)):
+        found = public_routing(form, tiny.seed, public)
+        assert same(found, RoutingVectors(torch.zeros(2, width), torch.zeros(2), form))
+
+
+@pytest.mark.parametrize("compute, given", [(public_routing, 2), (client_routing, 5)])
+def test_unknown_form_is_refused_before_any_work(compute, given):
+    with pytest.raises(ValueError, match=f"is 'random', but {FORM}"): compute("random", *[None] * given)
 
 
 def test_clients_send_means_unless_the_router_starts_from_density_ratios():
-    forms = {initial: RouterSettings(initial=initial).form for initial in ("mean", "logistic", "random")}
-    assert forms == dict(mean="mean", logistic="logistic", random="mean")
+    forms = {initial: RouterSettings(initial=initial).form for initial in (*FORMS, "random")}
+    assert forms == dict(mean="mean", logistic="logistic", moments="moments", random="mean")
 
 
-def test_bundles_hold_the_form_that_was_asked_for(tiny):
-    for plain, logistic in zip(tiny.bundles, tiny.logistic):
-        assert (plain.routing.form, logistic.routing.form) == ("mean", "logistic")
-        assert not plain.routing.biases.any() and logistic.routing.biases.all()
-        assert not close(plain.routing.vectors, logistic.routing.vectors)
-        pairs = zip(plain.factors.values(), logistic.factors.values())
-        assert all(torch.equal(one, other) for pair in pairs for one, other in zip(*pair))      # of one expert
+@pytest.mark.parametrize("form, width", [("logistic", 64), ("moments", 128)])
+def test_bundles_hold_the_form_that_was_asked_for(form, width, tiny):
+    for plain, other in zip(tiny.bundles, tiny.sent[form]):
+        assert (plain.routing.form, other.routing.form) == ("mean", form)
+        assert plain.routing.vectors.shape == (2, 64) and other.routing.vectors.shape == (2, width)
+        assert not plain.routing.biases.any() and other.routing.biases.all()
+        for part in other.routing.vectors.split(64, 1): assert part.any() and not close(plain.routing.vectors, part)
+        pairs = zip(plain.factors.values(), other.factors.values())
+        assert all(torch.equal(one, two) for pair in pairs for one, two in zip(*pair))          # of one expert
 
 
 # ---- the router
@@ -296,22 +369,99 @@ def test_routers_bias_is_added_to_each_logit_and_there_is_none_unless_given():
     assert router.biases.requires_grad and router.biases is not biases
 
 
-def test_padding_changes_no_real_token_of_a_router_with_biases():
+@pytest.mark.parametrize("width", [5, 10], ids=["token", "token and spread"])
+def test_padding_changes_no_real_token_of_a_router_with_biases(width):
     z, mask = normal(2, 4, 5), torch.tensor([[True, True, False, False], [True] * 4])
-    router = Router(normal(3, 5, seed=1), blend=.6, biases=normal(3, seed=2))
-    found = router.probabilities(z, mask)
-    assert close(found[0, :2], router.probabilities(z[:1, :2])[0]) and close(found[1], router.probabilities(z[1:])[0])
+    router = Router(normal(3, width, seed=1), blend=.6, biases=normal(3, seed=2))
+    for padding in (z, 0., 1e3):
+        found = router.probabilities(torch.where(mask[..., None], z, padding), mask)
+        assert close(found[0, :2], router.probabilities(z[:1, :2])[0])
+        assert close(found[1], router.probabilities(z[1:])[0])
 
 
-def test_logits_are_density_ratios_and_those_of_the_seed_are_zero(unite_with, tiny):
-    model, z = unite_with(initial="logistic", blend=0.), normal(2, 7, 64)
-    for layer, moe in enumerate(model.layers):
-        expected = torch.stack([torch.zeros(2, 7), *(
-            z @ bundle.routing.vectors[layer] + bundle.routing.biases[layer] for bundle in tiny.logistic)], -1)
-        assert close(moe.router.probabilities(z).log(), expected.log_softmax(-1), atol=1e-4)
+def blended(routing, layer, z, blend):
+    "The logits of an expert as they are defined, in float64: tokens [B, T, d] -> [B, T]."
+    z, vector = z.double().numpy(), routing.vectors[layer].double().numpy()
+    e, f = vector[:64], vector[64:]
+    context = z.mean(1) @ e + (spread(z, 1) @ f if len(f) else 0)
+    return (1 - blend) * z @ e + blend * context[:, None] + routing.biases[layer].item()
+
+
+@each_ratio
+@pytest.mark.parametrize("blend", [0., .3, 1.])
+def test_logits_are_density_ratios_and_those_of_the_seed_are_zero(blend, form, unite_with, tiny):
+    model, z = unite_with(initial=form, blend=blend), normal(2, 7, 64)
+    without = unite_with(initial=form, blend=blend, seed_expert=False)
+    for layer, (moe, other) in enumerate(zip(model.layers, without.layers)):
+        experts = [blended(bundle.routing, layer, z, blend) for bundle in tiny.sent[form]]
+        for router, scores in ((moe.router, [np.zeros((2, 7)), *experts]), (other.router, experts)):
+            wanted = torch.tensor(np.stack(scores, -1)).softmax(-1)
+            assert torch.allclose(router.probabilities(z).double(), wanted, atol=1e-4)
         assert not moe.router.vectors[0].any() and moe.router.biases[0] == 0
-    without = unite_with(initial="logistic", seed_expert=False)
-    for one, other in zip(model.layers, without.layers): assert torch.equal(one.router.biases[1:], other.router.biases)
+        for part in ("vectors", "biases"):
+            assert torch.equal(getattr(moe.router, part)[1:], getattr(other.router, part))
+
+
+def test_spread_counts_by_lambda_and_the_rest_of_the_router_is_as_without_it():
+    z, vectors, biases = normal(2, 3, 4), normal(3, 8, seed=1), normal(3, seed=2)
+    for blend in (0., .4, 1.):
+        both = Router(vectors, blend=blend, biases=biases).probabilities(z)
+        token = Router(vectors[:, :4], blend=blend, biases=biases).probabilities(z)
+        shift = blend * torch.tensor(spread(z, 1)).float() @ vectors[:, 4:].T
+        assert close(both, (token.log() + shift[:, None]).softmax(-1)) and close(both, token) == (blend == 0)
+        nothing = torch.cat([vectors[:, :4], torch.zeros(3, 4)], 1)
+        assert close(Router(nothing, blend=blend, biases=biases).probabilities(z), token)
+
+
+@each_ratio
+def test_logits_of_a_model_do_not_depend_on_the_batch(form, unite_with, tiny):
+    "Nor on the samples' order; with lambda 1, where the whole image decides."
+    data = tiny.a.test
+    for blend in (.3, 1.):
+        model = unite_with(initial=form, blend=blend, top_k=2)
+        score = model.scorer(tiny.a.classes)
+
+        @torch.no_grad()
+        def logits_of(data, size): return torch.cat([score(b) for b in tiny.seed.batches(data, batch_size=size)])
+        together = logits_of(data, 12)
+        for size in (1, 5): assert torch.allclose(logits_of(data, size), together, atol=1e-4)
+        assert torch.allclose(logits_of(data.select(range(11, -1, -1)), 12), together.flip(0), atol=1e-4)
+
+
+def gradient_of_lambda(router, z):
+    "Of a loss that depends on the probabilities of every token in its own way; and these."
+    router.zero_grad()
+    pi = router.probabilities(z)
+    (pi * normal(*pi.shape, seed=9)).sum().backward()
+    return router.blend.grad.clone(), pi.detach()
+
+
+@pytest.mark.parametrize("width", [4, 8], ids=["token", "token and spread"])
+@pytest.mark.parametrize("value, bound", [(-.2, 0.), (-7., 0.), (1.001, 1.), (3., 1.)])
+def test_lambda_out_of_bounds_counts_as_the_bound_and_keeps_its_gradient(value, bound, width):
+    z, router = normal(2, 3, 4), Router(normal(3, width, seed=1), blend=bound)
+    wanted, at_bound = gradient_of_lambda(router, z)
+    with torch.no_grad(): router.blend.fill_(value)
+    found, pi = gradient_of_lambda(router, z)
+    assert close(pi, at_bound) and wanted.abs() > .01 and found.item() == pytest.approx(wanted.item(), rel=1e-4)
+    assert router.blend.item() == pytest.approx(value)                                  # it is not written over
+
+
+@pytest.mark.parametrize("width", [4, 8], ids=["token", "token and spread"])
+@pytest.mark.parametrize("start, way", [(1.3, -1), (-.3, 1)])
+def test_lambda_that_stepped_over_a_bound_can_come_back(start, way, width):
+    z, vectors = normal(2, 3, 4), normal(3, width, seed=1)
+    with torch.no_grad(): goal = Router(vectors, blend=.5).probabilities(z)
+    router = Router(vectors)
+    router.vectors.requires_grad_(False)
+    with torch.no_grad(): router.blend.fill_(start)
+    optimizer, seen = torch.optim.SGD([router.blend], lr=.03), [start]
+    for _ in range(300):
+        optimizer.zero_grad()
+        (router.probabilities(z) - goal).square().sum().backward()
+        optimizer.step()
+        seen.append(router.blend.item())
+    assert (seen[1] - seen[0]) * way > 0 and seen[-1] == pytest.approx(.5, abs=.2)
 
 
 def biases_of(model): return {name: p for name, p in model.tower.named_parameters() if name.endswith("router.biases")}
@@ -322,21 +472,42 @@ def test_biases_are_there_to_be_trained_in_the_logistic_form_only(unite_with, ti
         model = unite_with(initial=initial)
         assert not biases_of(model) and all(layer.router.biases is None for layer in model.layers)
         assert not any("bias" in name for name in load_file(save_model(model, tmp_path / initial) / "moe.safetensors"))
-    plain, model = model, unite_with(initial="logistic")
-    assert model.parameter_groups()["routers"] - plain.parameter_groups()["routers"] == 2 * 4
-    before = {name: p.detach().clone() for name, p in biases_of(model).items()}
-    assert before.keys() == {f"{layer}.router.biases" for layer in tiny.seed.layers}
-    finetune(model, tiny.pool.test, tiny.pool.classes, SHORT)
-    assert all(p.requires_grad and not torch.equal(p, before[name]) for name, p in biases_of(model).items())
-    assert not any(module.training for module in model.tower.modules())
+    plain = model
+    for form, more in (("logistic", 2 * 4), ("moments", 2 * (4 + 4 * 64))):
+        model = unite_with(initial=form)
+        assert model.parameter_groups()["routers"] - plain.parameter_groups()["routers"] == more
+        before = {name: p.detach().clone() for name, p in biases_of(model).items()}
+        assert before.keys() == {f"{layer}.router.biases" for layer in tiny.seed.layers}
+        finetune(model, tiny.pool.test, tiny.pool.classes, SHORT)
+        assert all(p.requires_grad and not torch.equal(p, before[name]) for name, p in biases_of(model).items())
+        assert not any(module.training for module in model.tower.modules())
 
 
-def test_saved_model_keeps_its_biases(unite_with, tiny, tmp_path):
-    model = unite_with(initial="logistic")
+@pytest.mark.parametrize("blend, learn_blend, moved", [(.3, True, True), (1., True, True), (0., False, False)])
+def test_training_moves_both_halves_of_the_vectors_unless_lambda_stays_zero(blend, learn_blend, moved, unite_with,
+                                                                            tiny):
+    model = unite_with(initial="moments", blend=blend, learn_blend=learn_blend)
+    before = [layer.router.vectors.detach().clone() for layer in model.layers]
     finetune(model, tiny.pool.test, tiny.pool.classes, SHORT)
+    for layer, old in zip(model.layers, before):
+        of_token, of_spread = (layer.router.vectors != old).split(64, 1)
+        assert of_token.any() and of_spread.any() == moved
+        if moved: assert of_token.any(1).all() and of_spread.any(1).all()               # those of every expert
+
+
+@each_ratio
+def test_saved_model_keeps_its_vectors_and_biases_and_its_logits(form, unite_with, tiny, tmp_path):
+    model, [batch] = unite_with(initial=form), tiny.seed.batches(tiny.pool.test)
+    finetune(model, tiny.pool.test, tiny.pool.classes, SHORT)
+    with torch.no_grad(): model.layers[0].router.blend.fill_(1.2)                       # as an optimiser may leave it
     again = load_model(save_model(model, tmp_path / "model"))
     for one, other in zip(model.layers, again.layers):
-        assert torch.equal(one.router.biases, other.router.biases) and other.router.biases.requires_grad
+        for part in ("vectors", "biases", "blend"):
+            assert torch.equal(getattr(one.router, part), getattr(other.router, part))
+            assert getattr(other.router, part).requires_grad
+    assert again.settings == model.settings and again.settings.form == form
+    with torch.no_grad(): found, wanted = (own.scorer(tiny.pool.classes)(batch) for own in (again, model))
+    assert torch.equal(found, wanted)
     plain = load_model(save_model(unite_with(), tmp_path / "plain"))
     assert all(layer.router.biases is None for layer in plain.layers)
 
@@ -344,55 +515,67 @@ def test_saved_model_keeps_its_biases(unite_with, tiny, tmp_path):
 def test_vectors_of_another_form_than_the_router_starts_from_are_refused(tiny, unite_with):
     mixed = [tiny.bundles[0], tiny.logistic[1]]
     for initial, bundles, whose in (("logistic", tiny.bundles, "a"), ("mean", tiny.logistic, "a"),
-                                    ("logistic", mixed, "a"), ("mean", mixed, "b")):
+                                    ("logistic", mixed, "a"), ("mean", mixed, "b"),
+                                    ("moments", tiny.bundles, "a"), ("moments", tiny.logistic, "a"),
+                                    ("mean", tiny.moments, "a"), ("logistic", tiny.moments, "a"),
+                                    ("moments", [*tiny.moments[:2], tiny.logistic[2]], "c")):
         with pytest.raises(ValueError, match=f"vectors of {whose} have the form .* initial is '{initial}'"):
             unite_with(bundles, initial=initial, seed_expert=False)
         with pytest.raises(ValueError, match=f"initial is '{initial}'"):
             unify(bundles, tiny.seed, tiny.pool, replace(tiny.settings, router=RouterSettings(initial=initial)))
-    for bundles in (tiny.bundles, tiny.logistic, mixed): unite_with(bundles, initial="random")
+    for bundles in (*tiny.sent.values(), mixed): unite_with(bundles, initial="random")
 
 
 def test_seeds_vectors_of_another_form_are_refused_where_the_seed_takes_part(tiny, tiny_public):
-    with pytest.raises(ValueError, match="the seed's routing vectors have the form 'mean'"):
-        unite(tiny.seed, tiny.logistic, tiny_public["mean"], LOGISTIC)
-    unite(tiny.seed, tiny.logistic, tiny_public["mean"], replace(LOGISTIC, seed_expert=False))
+    for form in FORMS:
+        settings = RouterSettings(initial=form)
+        for other in set(FORMS) - {form}:
+            with pytest.raises(ValueError, match=f"the seed's routing vectors have the form '{other}', not '{form}'"):
+                unite(tiny.seed, tiny.sent[form], tiny_public[other], settings)
+            unite(tiny.seed, tiny.sent[form], tiny_public[other], replace(settings, seed_expert=False))
 
 
-def test_unify_starts_from_logistic_vectors_too(tiny):
-    settings = replace(tiny.settings, router=LOGISTIC)
-    (model, report), (again, _) = (unify(tiny.logistic, tiny.seed, tiny.pool, settings) for _ in range(2))
+@each_ratio
+def test_unify_starts_from_density_ratios_too(form, tiny):
+    settings = replace(tiny.settings, router=RouterSettings(initial=form))
+    (model, report), (again, _) = (unify(tiny.sent[form], tiny.seed, tiny.pool, settings) for _ in range(2))
     assert np.isfinite(report["losses"]).all() and model.experts == ["seed", "a", "b", "c"]
-    assert all(torch.equal(a.router.biases, b.router.biases) for a, b in zip(model.layers, again.layers))
+    for part in ("vectors", "biases"):
+        assert all(torch.equal(getattr(a.router, part), getattr(b.router, part))
+                   for a, b in zip(model.layers, again.layers))
 
 
 # ---- work done is kept
 
-def test_other_form_of_routing_keeps_the_expert_and_changes_what_is_sent(client, tiny, tmp_path, monkeypatch):
+@each_ratio
+def test_other_form_of_routing_keeps_the_expert_and_changes_what_is_sent(form, client, tiny, tmp_path, monkeypatch):
+    settings = RouterSettings(initial=form)
     monkeypatch.setattr(harmomoe.unify, "train_expert", lambda *rest: pytest.fail("the expert was trained already"))
     folder = tmp_path / "a"
     before, adapter = stamps(folder), (folder / "bundle" / ADAPTER_FILES[1]).read_bytes()
-    sent = read_bundle(client(router=LOGISTIC), tiny.seed)
-    assert same(sent.routing, tiny.logistic[0].routing)
-    assert sent.manifest["inputs"]["settings"]["router"]["initial"] == "logistic"
+    sent = read_bundle(client(router=settings), tiny.seed)
+    assert same(sent.routing, tiny.sent[form][0].routing)
+    assert sent.manifest["inputs"]["settings"]["router"]["initial"] == form
     after = stamps(folder)
     assert before.items() <= after.items() and (sent.folder / ADAPTER_FILES[1]).read_bytes() == adapter
     [new] = after.keys() - before.keys()                                                    # beside the means
     assert new.startswith("routing-") and same(RoutingVectors.load(folder / new), sent.routing)
     monkeypatch.setattr(harmomoe.unify, "client_routing", lambda *rest: pytest.fail("these vectors were there"))
-    client(router=LOGISTIC)
+    client(router=settings)
     assert same(read_bundle(client(), tiny.seed).routing, tiny.bundles[0].routing)          # and back
     assert same(read_bundle(client(router=RouterSettings(initial="random")), tiny.seed).routing,
                 tiny.bundles[0].routing)
     assert stamps(folder) == after
 
 
-def test_logistic_vectors_follow_the_public_samples_and_a_damaged_file_is_made_again(client, tiny, tmp_path):
-    folder = tmp_path / "a"
+@each_ratio
+def test_density_ratios_follow_the_public_samples_and_a_damaged_file_is_made_again(form, client, tiny, tmp_path):
+    folder, settings = tmp_path / "a", RouterSettings(initial=form)
     [mean] = kept(folder, "routing")
-    first = read_bundle(client(router=LOGISTIC), tiny.seed).routing
-    [logistic] = set(kept(folder, "routing")) - {mean}
-    (logistic / FILE).write_bytes(b"cut off")
-    assert same(read_bundle(client(router=LOGISTIC), tiny.seed).routing, first)
-    assert set(kept(folder, "routing")) == {mean, logistic} and same(RoutingVectors.load(logistic), first)
-    assert not same(read_bundle(client(router=LOGISTIC, public_samples=30), tiny.seed).routing, first)
+    first = read_bundle(client(router=settings), tiny.seed).routing
+    [ratio] = set(kept(folder, "routing")) - {mean}
+    (ratio / FILE).write_bytes(b"cut off")
+    assert same(read_bundle(client(router=settings), tiny.seed).routing, first)
+    assert set(kept(folder, "routing")) == {mean, ratio} and same(RoutingVectors.load(ratio), first)
+    assert not same(read_bundle(client(router=settings, public_samples=30), tiny.seed).routing, first)
     assert len(kept(folder, "routing")) == 3

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pandas as pd
 import torch
+from datasets import disable_progress_bars
 from scipy import stats
 from tqdm import tqdm
 
@@ -147,8 +148,9 @@ def _client_tasks(rows: list[Row], source: Source, folder: Path) -> list[tuple]:
     return [(_client_task, list(asking.values()), rng, client.name, source, folder)
             for rng, asking in different.items() for client in source.benchmark(rng).clients]
 
-def _one_thread() -> None:
+def _quiet_worker() -> None:
     torch.set_num_threads(1)
+    disable_progress_bars() # of data sets; the one that counts is the parent's
 
 def _run(tasks: list[tuple], processes: int, label: str) -> list:
     results = [None] * len(tasks)
@@ -157,7 +159,7 @@ def _run(tasks: list[tuple], processes: int, label: str) -> list:
             for index, (function, *arguments) in enumerate(tasks): results[index] = function(*arguments); bar.update()
             return results
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(processes, context, _one_thread) as pool:
+        with ProcessPoolExecutor(processes, context, _quiet_worker) as pool:
             futures = {pool.submit(*task): index for index, task in enumerate(tasks)}
             try:
                 for future in as_completed(futures): results[futures[future]] = future.result(); bar.update()

@@ -8,7 +8,7 @@ Docs: https://harmomoe.github.io/harmomoe/baselines/costs.html.md"""
 __all__ = ['selection_seconds', 'server_costs']
 
 # %% ../../nbs/baselines/12_costs.ipynb #231b45b6
-import multiprocessing, resource, sys, time
+import multiprocessing, time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,8 +45,10 @@ def selection_seconds(embeddings: np.ndarray, # float32 [N, d], of the public po
 # %% ../../nbs/baselines/12_costs.ipynb #501109ae
 def _peak(device: str) -> float:
     if device.startswith("cuda"): return torch.cuda.max_memory_allocated(device) / 2 ** 20
-    unit = 2 ** 20 if sys.platform == "darwin" else 2 ** 10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    if not Path("/proc/self/status").exists(): return float("nan") # only Linux has it
+    # getrusage would not do: its mark starts from that of the process that started this one
+    mark = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(mark.split()[1]) / 2 ** 10
 
 def _serve(row: Row, source: Source, folder: Path, model_folder: Path) -> dict:
     method, seed, benchmark = find_method(row.method), source.seed(), source.benchmark(row.config.rng)
