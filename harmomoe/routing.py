@@ -29,8 +29,7 @@ def token_mean(z: Tensor, # [B, T, d]
     ) -> Tensor: # [B, d]
     "Mean over each sample's real tokens."
     if mask is None: return z.mean(1)
-    weight = mask.to(z.dtype)[..., None]
-    return (z * weight).sum(1) / weight.sum(1).clamp(min=1)
+    return z.masked_fill(~mask[..., None], 0).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
 
 def token_spread(z: Tensor, # [B, T, d]
     mask: Tensor | None = None, # bool [B, T], True for real tokens; None if all are
@@ -85,7 +84,8 @@ class RoutingVectors:
         _check_form(self.form)
         if (self.vectors.ndim != 2 or self.biases.shape != self.vectors.shape[:1]
             or self.vectors.shape[1] % FORMS[self.form]):
-            raise ValueError(f"routing vectors and biases must be [layers, d] and [layers], but are "
+            width = "2 d" if FORMS[self.form] == 2 else "d"
+            raise ValueError(f"routing vectors and biases must be [layers, {width}] and [layers], but are "
                              f"{tuple(self.vectors.shape)} and {tuple(self.biases.shape)}.")
         if self.form == "mean" and self.biases.any():
             raise ValueError("routing vectors of the form 'mean' have no biases, but some of these are not 0.")
@@ -126,9 +126,11 @@ def logistic_routing(positives: Tensor, # float32 [layers, n, d], means of the c
     form: str = "logistic", # what the means are of: "logistic" or, with spreads appended, "moments"
     ) -> RoutingVectors: # log density ratio of private to public samples, for each layer
     """Routing vectors from a logistic regression in each layer, both classes weighted equally. Raises `ValueError` for
-    shapes that do not fit and a penalty that is not positive."""
+    another form, shapes that do not fit and a penalty that is not positive."""
+    if form not in ("logistic", "moments"): raise ValueError(f"form is {form!r}, but must be logistic or moments.")
     shapes = positives.shape, negatives.shape
-    if any(len(shape) != 3 or not all(shape) for shape in shapes) or shapes[0][::2] != shapes[1][::2]:
+    if (any(len(shape) != 3 or not all(shape) or shape[2] % FORMS[form] for shape in shapes)
+        or shapes[0][::2] != shapes[1][::2]):
         raise ValueError(f"means must be [layers, n, d] with the same layers and d, but are {tuple(shapes[0])} "
                          f"and {tuple(shapes[1])}.")
     if penalty <= 0: raise ValueError(f"penalty is {penalty}, but must be positive.")

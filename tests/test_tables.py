@@ -25,7 +25,7 @@ def test_every_table_and_figure_is_there(ran, parameters):
     assert {file.stem for file in out.glob("*.csv")} == FILES | {"coverage"}
     assert {file.stem for file in out.glob("*.png")} == {"methods", "sweeps", "routing", "tsne", "bytes"}
     methods = pd.read_csv(out / "methods.csv", index_col="method")
-    assert list(methods) == ["a", "b", "c", "average", "against harmomoe"]
+    assert list(methods) == ["a", "b", "c", "average", "against harmomoe", "paper, ViT-B/32"]
     assert {"zeroshot", "expert:a", "btm", "model_soup", "btx", "flexolmo", "flexolmo_dpp", "moa", "comigs",
             "proxies_only", "harmomoe", "unrestricted_moe", "harmomoe, paper's router",
             "harmomoe, released code"} <= set(methods.index)

@@ -52,8 +52,6 @@ def _peak(device: str) -> float:
 
 def _serve(row: Row, source: Source, folder: Path, model_folder: Path) -> dict:
     method, seed, benchmark = find_method(row.method), source.seed(), source.benchmark(row.config.rng)
-    if method.needs not in ("bundles", "nothing"):
-        raise ValueError(f"{row.method} has no server's part of its own; choose a method that needs bundles.")
     pool, received = benchmark.pool, []
     with TemporaryDirectory() as bundles:
         if method.needs == "bundles":
@@ -69,6 +67,7 @@ def _serve(row: Row, source: Source, folder: Path, model_folder: Path) -> dict:
 
 def _answer(row: Row, source: Source, model_folder: Path, batch_size: int) -> dict:
     model, domain = models.load(model_folder, source.device), source.benchmark(row.config.rng).clients[0]
+    if isinstance(model, dict): model = model[domain.name]
     batch = next(iter(model.seed.batches(domain.test, batch_size=batch_size)))
     with torch.no_grad(): model.scorer(domain.classes)(batch)
     counts = {f"{name} parameters, M": count / 1e6 for name, count in model.parameters().items()}
@@ -80,7 +79,10 @@ def server_costs(row: Row, # a method that needs bundles or nothing, and setting
     model_folder: str | Path, # the model is saved here, to be compared with others
     batch_size: int = 64, # samples that are scored at once
     ) -> dict: # seconds and peak memory of unifying, MB sent by a client, peak memory of inference, parameters
-    "What unifying costs and what it delivers, each measured in a fresh process."
+    """What unifying costs and what it delivers, each measured in a fresh process. `ValueError` for a method that trains
+    with its clients."""
+    if find_method(row.method).needs not in ("bundles", "nothing"):
+        raise ValueError(f"{row.method} has no server's part of its own; choose a method that needs bundles.")
     def alone(*task):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool: return pool.submit(*task).result()
     served = alone(_serve, row, source, Path(folder), Path(model_folder))
