@@ -72,7 +72,7 @@ class Config:
         return cls(**(small | changes))
 
     def released(self) -> "Config":
-        "These settings with the choices of the authors' released code where it departs from the paper."
+        "These settings with what the authors' released code does otherwise: n, and the router's settings."
         router = replace(self.router, top_k=1, seed_expert=False, renormalise=True, initial="mean", blend=.3,
                          shared_blend=False)
         return replace(self, candidates=max(2 * self.candidates // 3, self.proxies), router=router)
