@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from .core import atomic_directory, read_manifest, write_manifest
 from .experts import check_finite
 from .proxies import ProxySet
-from .routing import FILE as ROUTING, FORMS, RoutingVectors
-from .seed import ImageSeed
+from .context import FORMS
+from .routing import FILE as ROUTING, RoutingVectors
+from .seed import Seed
 
 # %% ../nbs/16_bundle.ipynb #c5348419
 ADAPTER, PROXIES = "adapter", "proxies.parquet"
@@ -42,7 +43,7 @@ def write_bundle(folder: str | Path, # the folder to write; it is replaced as a 
     expert: str | Path, # folder that `save_expert` wrote
     routing: RoutingVectors, # its routing vectors
     proxies: ProxySet, # the selected public samples
-    seed: ImageSeed, # the seed that the expert branched from
+    seed: Seed, # the seed that the expert branched from
     samples: int, # number of private samples
     settings: dict, # training and selection settings (JSON values)
     ) -> Path: # the folder
@@ -73,7 +74,7 @@ class Bundle:
         "Size of everything that left the client."
         return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
 
-def _factors(folder: Path, seed: ImageSeed) -> tuple[dict, float]:
+def _factors(folder: Path, seed: Seed) -> tuple[dict, float]:
     config = json.loads((folder / ADAPTER / "adapter_config.json").read_text())
     # initialisations such as PiSSA also change the seed's own weights, which are not sent
     variants = "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias"
@@ -104,7 +105,7 @@ def _factors(folder: Path, seed: ImageSeed) -> tuple[dict, float]:
     return factors, config["lora_alpha"] / (config["r"] ** .5 if config.get("use_rslora") else config["r"])
 
 def read_bundle(folder: str | Path, # a folder that `write_bundle` wrote
-    seed: ImageSeed, # the server's seed
+    seed: Seed, # the server's seed
     pool_fingerprint: str | None = None, # of the server's pool, or None if it is not at hand
     ) -> Bundle: # its content
     """Read and verify a bundle. Raises `FileNotFoundError` or `ValueError`, naming the folder and what is wrong:
@@ -118,7 +119,7 @@ def read_bundle(folder: str | Path, # a folder that `write_bundle` wrote
     if pool_fingerprint is not None: bundle.proxies.check_pool(pool_fingerprint)
     return bundle
 
-def _read(folder: Path, manifest: dict, seed: ImageSeed) -> Bundle:
+def _read(folder: Path, manifest: dict, seed: Seed) -> Bundle:
     if foreign := manifest["files"].keys() ^ set(FILES):
         wrong = "is missing" if min(foreign) in FILES else "does not belong"
         raise ValueError(f"{folder} is no bundle: {min(foreign)} {wrong}.")

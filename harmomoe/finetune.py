@@ -41,7 +41,8 @@ def observe_routing(model: UnifiedModel, # a unified model
     def hook(index):
         def record(router, inputs, output):
             weights, experts = output
-            pi = router.probabilities(inputs[0])
+            pi, mask = router.probabilities(*inputs), inputs[1].mask
+            if mask is not None: pi, weights, experts = pi[mask], weights[mask], experts[mask]
             load[index].index_add_(0, experts.flatten().cpu(), weights.flatten().double().cpu())
             entropy[index] += torch.special.entr(pi).sum().cpu()
             tokens[index] += weights[..., 0].numel()

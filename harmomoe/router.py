@@ -7,14 +7,14 @@ Docs: https://harmomoe.github.io/harmomoe/router.html.md"""
 # %% auto #0
 __all__ = ['Router']
 
-# %% ../nbs/17_router.ipynb #200bb3b9
+# %% ../nbs/17_router.ipynb #1713b745
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .routing import token_mean, token_spread
+from .context import Context, token_spread
 
-# %% ../nbs/17_router.ipynb #77c47d1e
+# %% ../nbs/17_router.ipynb #80261b9c
 class Router(nn.Module):
     """Context-aware router (Section 3.4): token and mean representation, one routing vector for each expert. Lambda is
     clamped to [0, 1] but keeps its gradient there: an optimiser that steps over a bound can come back."""
@@ -39,22 +39,26 @@ class Router(nn.Module):
 
     def probabilities(self,
         z: Tensor, # [B, T, d], what enters the FFN
-        mask: Tensor | None = None, # bool [B, T], True for real tokens; None if all are
-        ) -> Tensor: # [B, T, E], each row sums to 1
+        context: Context = Context(), # which tokens are real, and how far each of them sees
+        ) -> Tensor: # [B, T, E], float32 at least; each row sums to 1
         "pi of Eq. 6; experts that are switched off get 0."
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
         e, f = self.vectors.to(z.dtype).tensor_split([z.shape[-1]], dim=-1)
+        if f.shape[-1] and context.reach != "sequence":
+            raise ValueError("routing vectors of the form 'moments' need the whole sequence: choose 'logistic' or 'mean' "
+                             "with context='prefix'.")
         logits = F.linear(z, e, None if self.biases is None else self.biases.to(z.dtype))
-        blend, context = self.blend + (self.blend.clamp(0, 1) - self.blend).detach(), token_mean(logits, mask)
-        if f.shape[-1]: context = context + token_spread(z, mask) @ f.T
-        logits = (1 - blend) * logits + blend * context[:, None]
+        blend, mean = self.blend + (self.blend.clamp(0, 1) - self.blend).detach(), context.mean(logits)
+        if f.shape[-1]: mean = mean + (token_spread(z, context.mask) @ f.T)[:, None]
+        logits = (1 - blend) * logits + blend * mean
         return logits.masked_fill(~self.active, -torch.inf).softmax(-1)
 
     def forward(self,
         z: Tensor, # [B, T, d], what enters the FFN
-        mask: Tensor | None = None, # bool [B, T], True for real tokens; None if all are
+        context: Context = Context(), # which tokens are real, and how far each of them sees
         ) -> tuple[Tensor, Tensor]: # weights [B, T, k] in falling order; their experts int64 [B, T, k]
         "The experts of each token and their weights."
-        weights, experts = self.probabilities(z, mask).topk(self.top_k, dim=-1)
+        weights, experts = self.probabilities(z, context).topk(self.top_k, dim=-1)
         if self.renormalise: # of a single weight only rounding errors would remain, and an optimiser would follow them
             weights = weights / weights.sum(-1, keepdim=True) if self.top_k > 1 else torch.ones_like(weights)
         return weights, experts

@@ -21,12 +21,13 @@ from .domains import Benchmark, Domain, fingerprint, list_domains, load_benchmar
 from .experts import Training, load_expert, train_expert, union_label_space
 from .finetune import PAPER_FINETUNE, finetune, observe_routing, proxy_union
 from .glyphs import load_glyphs
-from .moe import RouterSettings, UnifiedModel, check_bundles, unite
+from .layer import RouterSettings
+from .moe import UnifiedModel, check_bundles, unite
 from .named import paper_benchmark
 from .proxies import ProxySet, select_proxies
 from .relevance import Relevance, cached_embeddings, fine_tuned_classifier, linear_probe
 from .routing import RoutingVectors, client_routing, public_routing
-from .seed import ImageSeed
+from .seed import Seed
 
 # %% ../nbs/23_unify.ipynb #2238a816
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _relevance(seed, domain, pool, embeddings, config, folder, workers) -> Relev
     return linear_probe(private, embeddings, config.negatives, rng=config.rng)
 
 def select_stage(domain: Domain, # the client's private data
-    seed: ImageSeed, # the shared seed
+    seed: Seed, # the shared seed
     pool: Dataset, # the public pool D_0
     embeddings: np.ndarray, # float32 [N, d], the pool's embeddings
     config: Config,
@@ -158,7 +159,7 @@ def _training_data(domain, proxies, pool, config) -> tuple[Dataset, Dataset | No
     return (domain.train, public) if config.private_training else (public, None)
 
 def expert_stage(domain: Domain, # the client's private data
-    seed: ImageSeed, # the shared seed
+    seed: Seed, # the shared seed
     pool: Domain, # the public pool
     proxies: ProxySet, # the client's proxies
     config: Config,
@@ -181,7 +182,7 @@ def expert_stage(domain: Domain, # the client's private data
     return keep(folder, "expert", inputs, build)
 
 def run_client(domain: Domain, # the client's private data
-    seed: ImageSeed, # the shared seed
+    seed: Seed, # the shared seed
     pool: Domain, # the public pool
     embeddings: np.ndarray, # float32 [N, d], embeddings of `pool.train`
     config: Config,
@@ -207,7 +208,7 @@ def run_client(domain: Domain, # the client's private data
 
 # %% ../nbs/23_unify.ipynb #18e31692
 def unify(bundles: list[Bundle], # one from each client
-    seed: ImageSeed, # the shared seed
+    seed: Seed, # the shared seed
     pool: Domain, # the public pool
     config: Config,
     workers: int = 0, # processes that decode images

@@ -41,7 +41,8 @@ from harmomoe.domains import Benchmark, Domain
 from harmomoe.evaluate import accuracy
 from harmomoe.experts import load_expert
 from harmomoe.finetune import observe_routing, proxy_union
-from harmomoe.moe import RouterSettings, UnifiedModel
+from harmomoe.layer import RouterSettings
+from harmomoe.moe import UnifiedModel
 from harmomoe.relevance import linear_probe
 from harmomoe.routing import layer_means
 from harmomoe.seed import Model, labelled

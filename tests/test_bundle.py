@@ -18,10 +18,11 @@ from harmomoe.bundle import ADAPTER, ADAPTER_FILES, FILES, PROXIES, ROUTING, rea
 from harmomoe.core import MANIFEST, seeded, write_manifest
 from harmomoe.domains import fingerprint, load_domain
 from harmomoe.experts import load_expert
-from harmomoe.moe import RouterSettings
+from harmomoe.layer import RouterSettings
 from harmomoe.proxies import ProxySet
 from harmomoe.relevance import linear_probe
-from harmomoe.routing import FORMS, layer_means
+from harmomoe.context import FORMS
+from harmomoe.routing import layer_means
 from harmomoe.seed import ImageSeed
 from harmomoe.unify import run_client
 from helpers import kept

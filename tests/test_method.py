@@ -18,9 +18,11 @@ from harmomoe.core import MANIFEST, read_manifest
 from harmomoe.evaluate import Accuracy, accuracy, results_table, throughput, write_results
 from harmomoe.experts import Training, expert_data, load_expert, train, train_expert, union_label_space
 from harmomoe.finetune import finetune, observe_routing, proxy_union
-from harmomoe.moe import RouterSettings, UnifiedModel, load_model, save_model
+from harmomoe.layer import RouterSettings
+from harmomoe.moe import UnifiedModel, load_model, save_model
 from harmomoe.relevance import cached_embeddings, fine_tuned_classifier, linear_probe
-from harmomoe.routing import FILE as ROUTING, FORMS
+from harmomoe.context import FORMS
+from harmomoe.routing import FILE as ROUTING
 from harmomoe.seed import Model, labelled
 from harmomoe.unify import Config, open_benchmark, run_client, select_stage, unify
 from helpers import kept, stamps

@@ -13,10 +13,12 @@ import harmomoe.unify
 from harmomoe.bundle import ADAPTER, ADAPTER_FILES, read_bundle
 from harmomoe.experts import Training, load_expert, train_expert
 from harmomoe.finetune import finetune
-from harmomoe.moe import RouterSettings, load_model, save_model, unite
+from harmomoe.layer import RouterSettings
+from harmomoe.moe import load_model, save_model, unite
 from harmomoe.router import Router
-from harmomoe.routing import (FILE, FORMS, RoutingVectors, client_routing, layer_means, logistic_routing, mean_routing,
-                              public_routing, token_mean, token_spread)
+from harmomoe.context import Context, FORMS, token_mean, token_spread
+from harmomoe.routing import (FILE, RoutingVectors, client_routing, layer_means, logistic_routing, mean_routing,
+                              public_routing)
 from harmomoe.unify import unify
 from helpers import kept, stamps
 
@@ -374,7 +376,7 @@ def test_padding_changes_no_real_token_of_a_router_with_biases(width):
     z, mask = normal(2, 4, 5), torch.tensor([[True, True, False, False], [True] * 4])
     router = Router(normal(3, width, seed=1), blend=.6, biases=normal(3, seed=2))
     for padding in (z, 0., 1e3):
-        found = router.probabilities(torch.where(mask[..., None], z, padding), mask)
+        found = router.probabilities(torch.where(mask[..., None], z, padding), Context(mask))
         assert close(found[0, :2], router.probabilities(z[:1, :2])[0])
         assert close(found[1], router.probabilities(z[1:])[0])
 

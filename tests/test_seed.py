@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 import harmomoe.weights
 from harmomoe.core import seeded
-from harmomoe.seed import CLIP_FFN, CONFIG, PAPER_PROMPT, TIMM_FFN, VOCABULARY, WEIGHTS, ImageSeed, Model, labelled
+from harmomoe.ffn import CLIP_FFN, TIMM_FFN
+from harmomoe.seed import CONFIG, PAPER_PROMPT, VOCABULARY, WEIGHTS, ImageSeed, Model, labelled
 from harmomoe.weights import open_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning")  # OpenAI's archives are TorchScript

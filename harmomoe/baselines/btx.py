@@ -15,7 +15,8 @@ from .method import Method
 from .zero_shot import private_only
 from ..domains import Domain
 from ..finetune import finetune
-from ..moe import RouterSettings, UnifiedModel, unite
+from ..layer import RouterSettings
+from ..moe import UnifiedModel, unite
 from ..unify import Config
 
 # %% ../../nbs/baselines/05_btx.ipynb #95e15761

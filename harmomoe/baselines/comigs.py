@@ -17,8 +17,9 @@ from .method import Method
 from ..core import seeded
 from ..domains import Domain
 from ..experts import train, union_label_space
-from ..moe import RouterSettings, UnifiedModel
-from ..seed import ImageSeed, labelled
+from ..layer import RouterSettings
+from ..moe import UnifiedModel
+from ..seed import Seed, labelled
 from ..unify import Config
 
 # %% ../../nbs/baselines/09_comigs.ipynb #9d80166a
@@ -27,7 +28,7 @@ class Participant:
 
     def __init__(self,
         domain: Domain, # the client's private data
-        seed: ImageSeed, # the shared seed
+        seed: Seed, # the shared seed
         pool: Domain, # the public pool
         config: Config,
         ):

@@ -38,7 +38,7 @@ from ..evaluate import Accuracy, accuracy
 from ..finetune import observe_routing
 from ..moe import UnifiedModel
 from ..relevance import cached_embeddings
-from ..seed import ImageSeed
+from ..seed import Seed
 from ..unify import Config, check_settings, open_benchmark
 from ..weights import open_seed
 
@@ -68,7 +68,7 @@ class Source:
     device: str = "cpu" # torch device
     workers: int = 0 # processes that decode images
 
-    def seed(self) -> ImageSeed:
+    def seed(self) -> Seed:
         "The seed; opened once in each process."
         return _open_seed(self.backbone, self.weights, self.device)
 

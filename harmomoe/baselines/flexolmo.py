@@ -23,15 +23,16 @@ from ..core import keep
 from ..domains import Domain, fingerprint
 from ..experts import train, union_label_space
 from ..finetune import finetune, proxy_union
-from ..moe import RouterSettings, UnifiedModel, unite
+from ..layer import RouterSettings
+from ..moe import UnifiedModel, unite
 from ..routing import RoutingVectors, layer_means, public_routing
-from ..seed import ImageSeed, labelled
+from ..seed import Seed, labelled
 from ..unify import Config, public_sample, select_stage
 
 # %% ../../nbs/baselines/07_flexolmo.ipynb #54223963
 ANCHORED = RouterSettings(seed_expert=True, blend=0., learn_blend=False, initial="logistic")
 
-def anchored_pair(seed: ImageSeed, # the shared seed
+def anchored_pair(seed: Seed, # the shared seed
     name: str, # the client's
     vectors: torch.Tensor, # float32 [layers, d], where its router's lines start
     config: Config,
@@ -67,7 +68,7 @@ def save_own_expert(folder: Path, # an existing folder
 
 # %% ../../nbs/baselines/07_flexolmo.ipynb #36596754
 def train_anchored(domain: Domain, # the client's private data
-    seed: ImageSeed, # the shared seed
+    seed: Seed, # the shared seed
     pool: Domain, # the public pool
     embeddings, # float32 [N, d], embeddings of `pool.train`
     config: Config,

@@ -22,7 +22,7 @@ from ..experts import Training
 from ..glyphs import load_glyphs
 from ..relevance import cached_embeddings
 from ..routing import FILE as ROUTING
-from ..seed import ImageSeed
+from ..seed import Seed
 from ..unify import Config, run_client, unify
 from ..weights import open_seed
 
@@ -62,7 +62,7 @@ def withhold(bundle: Bundle, # what is on disk
 
 def run_clients(method: Method,
     benchmark: Benchmark, # pool and clients
-    seed: ImageSeed, # the shared seed
+    seed: Seed, # the shared seed
     embeddings: np.ndarray, # float32 [N, d], embeddings of `benchmark.pool.train`
     config: Config, # the shared settings, before `method.adjust`
     folder: str | Path, # the clients' work is kept here, in stages that methods share
@@ -87,7 +87,7 @@ def bytes_sent(method: Method,
 
 def run_server(method: Method,
     received: list, # bundles from `run_clients`, participants, or domains, as the method needs
-    seed: ImageSeed, # the shared seed
+    seed: Seed, # the shared seed
     pool: Domain, # the public pool
     config: Config, # the shared settings, before `method.adjust`
     workers: int = 0, # processes that decode images
@@ -99,7 +99,7 @@ def run_server(method: Method,
 
 def run_method(method: Method,
     benchmark: Benchmark, # pool and clients
-    seed: ImageSeed, # the shared seed
+    seed: Seed, # the shared seed
     embeddings: np.ndarray, # float32 [N, d], embeddings of `benchmark.pool.train`
     config: Config, # the shared settings
     folder: str | Path, # the clients' work is kept in `folder/clients`, in stages that methods share

@@ -20,17 +20,17 @@ from .zero_shot import private_only
 from ..bundle import Bundle
 from ..domains import Domain
 from ..experts import train
-from ..moe import RouterSettings, UnifiedModel, unite
+from ..layer import RouterSettings
+from ..moe import UnifiedModel, unite
 
 # %% ../../nbs/baselines/06_moa.ipynb #28c593c3
 def owned_proxies(bundles: list[Bundle], # with their proxies
     pool: Domain, # the public pool
-    ) -> Dataset: # columns `image` and `class_name`, the name of the client whose proxy it is
+    ) -> Dataset: # with `class_name`, the name of the client whose proxy it is
     "Every client's proxies, labelled by the client."
     parts = []
     for bundle in bundles:
-        images = pool.train.select(bundle.proxies.ids).select_columns(["image"])
-        parts.append(images.add_column("class_name", [bundle.client] * len(images)))
+        parts.append(relabelled(pool.train.select(bundle.proxies.ids), [bundle.client] * len(bundle.proxies)))
     return concatenate_datasets(parts)
 
 def domain_loss(model: UnifiedModel, # whose routers are trained
@@ -38,7 +38,7 @@ def domain_loss(model: UnifiedModel, # whose routers are trained
     "How well each layer's router names the expert that a sample belongs to; `targets` number the experts."
     def loss(tower, batch):
         seen = []
-        note = lambda router, inputs, output: seen.append(router.probabilities(inputs[0])[:, 0].log())
+        note = lambda router, inputs, output: seen.append(router.probabilities(*inputs)[:, 0].log())
         handles = [layer.router.register_forward_hook(note) for layer in model.layers]
         try: model.seed.hidden(tower, batch)
         finally:

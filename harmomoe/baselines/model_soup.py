@@ -16,11 +16,11 @@ from .models import expert_tower
 from .zero_shot import private_only
 from ..evaluate import accuracy
 from ..finetune import proxy_union
-from ..seed import ImageSeed, Model
+from ..seed import Model, Seed
 
 # %% ../../nbs/baselines/04_model_soup.ipynb #2e7a3ead
 @torch.no_grad()
-def average(seed: ImageSeed, # the shared seed
+def average(seed: Seed, # the shared seed
     towers: list[nn.Module], # dense towers of the seed's architecture
     ) -> nn.Module: # every parameter the mean of theirs, computed in float64
     "The mean of several towers."

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from ..bundle import Bundle
 from ..core import atomic_directory, read_manifest, write_manifest
 from ..moe import UnifiedModel, fill_model, read_model
-from ..seed import ImageSeed, Model
+from ..seed import Model, Seed
 from ..weights import open_seed
 
 # %% ../../nbs/baselines/00_models.ipynb #def03429
 @torch.no_grad()
-def expert_tower(seed: ImageSeed, # the shared seed
+def expert_tower(seed: Seed, # the shared seed
     bundle: Bundle, # what a client sent
     ) -> nn.Module: # a copy of the seed's tower with the client's FFNs, frozen
     "One client's expert as an ordinary tower."
@@ -39,7 +39,7 @@ class Ensemble:
     "Towers of one seed whose output probabilities are averaged."
 
     def __init__(self,
-        seed: ImageSeed, # the shared seed
+        seed: Seed, # the shared seed
         towers: list[nn.Module], # the members
         vectors: Tensor | None = None, # float32 [K, d], V; None weighs all members equally
         biases: Tensor | None = None, # float32 [K], b
