@@ -163,25 +163,27 @@ class DecoderSeed(Seed):
 
     def letter_tokens(self,
         letters: list[str], # the answers' letters
-        ) -> list[int]: # token of each after a prompt
-        "Raises `ValueError` for letters that are not one token each."
+        ) -> tuple[list[int], list[int]]: # tokens that all begin with, such as a blank; the token that tells each
+        "Raises `ValueError` for letters that differ in more than their last token."
         tokens = [self.encode("Answer:", f" {letter}")[1] for letter in letters]
         tokens = [ids[:len(ids) - self._added_at_the_end(ids)] for ids in tokens]
-        if long := [letter for letter, ids in zip(letters, tokens) if len(ids) != 1]:
-            raise ValueError(f"{long[0]!r} is not one token of {self.name}, but {len(tokens[letters.index(long[0])])}: "
-                             "only questions with choices can be scored, and by their letters only where these are single "
-                             "tokens; otherwise choose scoring='text'.")
-        return [ids[0] for ids in tokens]
+        if odd := [letter for letter, ids in zip(letters, tokens) if ids[:-1] != tokens[0][:-1]]:
+            raise ValueError(f"{odd[0]!r} and {letters[0]!r} differ in more than their last token in {self.name}: choose "
+                             "scoring='text'.")
+        return tokens[0][:-1], [ids[-1] for ids in tokens]
 
     def scorer(self, label_space: list[str]) -> Callable[[nn.Module, dict], Tensor]:
         "A function (tower, batch) -> scores [B, C] of the answers' letters; -inf for choices that a question lacks."
         by_letter = self.scoring == "letter"
-        tokens = self.letter_tokens(label_space) if by_letter else None
+        begin, tokens = self.letter_tokens(label_space) if by_letter else ([], [])
         def scores(tower, batch):
             counts = torch.tensor([len(choices) for choices in batch["choices"]], device=self.device)
             if counts.min() < 2: raise ValueError("only questions with two or more choices can be scored.")
-            found = (self._logits(tower, batch["prompts"], batch["prompt_mask"], 1)[:, -1, tokens] if by_letter
-                     else self._choice_scores(tower, batch["choices"], len(label_space)))
+            if by_letter:
+                prompts = F.pad(batch["prompts"], (0, len(begin)))
+                prompts[:, prompts.shape[1] - len(begin):] = torch.tensor(begin, dtype=torch.int64)
+                found = self._logits(tower, prompts, F.pad(batch["prompt_mask"], (0, len(begin)), value=1), 1)[:, -1, tokens]
+            else: found = self._choice_scores(tower, batch["choices"], len(label_space))
             there = torch.arange(len(label_space), device=self.device) < counts[:, None]
             return found.masked_fill(~there, -torch.inf)
         return scores

@@ -69,8 +69,8 @@ class RouterSettings:
     learn_blend: bool = True # whether lambda is learnable
     shared_blend: bool = False # one lambda for all layers instead of one for each
     renormalise: bool = False # weights divided by their sum over the chosen experts
-    context: str = "sequence" # what a token's context is: "sequence" or, for text that is being written, "prefix"
     initial: str = "mean" # routing vectors start as domain means, density ratios ("logistic", "moments"), or "random"
+    context: str = "sequence" # what a token's context is: "sequence" or, for text that is being written, "prefix"
 
     def __post_init__(self):
         if self.initial not in (*FORMS, "random"):

@@ -136,11 +136,14 @@ def open_seed(backbone: str = "embedded", # "embedded", an open_clip model such 
     weights: str | None = None, # pretrained tag or file of weights; None is OpenAI's tag (open_clip's models only)
     prompt: str | None = None, # class prompt; None is the one saved with the seed, or the paper's (images only)
     device: str = "cpu", # torch device
+    **reading, # `scoring`, `loss_on`, `max_length` and `dtype` of `open_decoder` (language models only)
     ) -> Seed:
     """Open a seed. Raises `ValueError` for an unknown backbone or weights that do not fit, `FileNotFoundError` for a
     missing file, and `ConnectionError` within seconds if weights must be fetched and the hub cannot be reached."""
     embedded = Path(str(files("harmomoe") / "data" / "seed"))
     folder = embedded if backbone == "embedded" else Path(backbone)
+    if reading and not _is_decoder(backbone):
+        raise ValueError(f"{', '.join(reading)}: only for language models, but {backbone} is none.")
     if (folder / CONFIG).is_file():
         if weights: raise ValueError(f"backbone {backbone!r} has its own weights; leave out weights={weights!r}.")
         seed = _folder_seed(folder, device)
@@ -149,7 +152,7 @@ def open_seed(backbone: str = "embedded", # "embedded", an open_clip model such 
         if open_clip.get_model_config(name) is None:
             if _is_decoder(backbone):
                 if weights or prompt: raise ValueError(f"{backbone} is a language model: leave out weights and prompt.")
-                return open_decoder(backbone, device=device)
+                return open_decoder(backbone, device=device, **reading)
             raise ValueError(f"backbone {backbone!r} is neither 'embedded', nor a folder with {CONFIG} or config.json, nor a "
                              "model of open_clip (ViT-B/32, ViT-B/16, ...; open_clip.list_models() names them all), nor a language "
                              "model on the Hugging Face hub (owner/name).")

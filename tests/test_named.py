@@ -159,7 +159,7 @@ def test_malformed_split_file(coop, content, message):
 def test_empty_split_of_a_split_file(coop):
     rows = entries("oxford_pets")
     (coop / "oxford_pets" / SPLIT["oxford_pets"]).write_text(json.dumps({"train": rows, "val": [], "test": rows[:3]}))
-    with pytest.raises(ValueError, match="split validation: no images"):
+    with pytest.raises(ValueError, match="split validation: no samples"):
         load_named("oxford_pets", coop)
 
 

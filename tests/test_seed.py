@@ -323,7 +323,7 @@ def test_tower_that_returns_its_tokens_too_works_or_is_refused_when_it_is_opened
 
 def test_resnet_tower_is_refused(registry, tmp_path):
     torch.save(open_clip.create_model("nano-RN").state_dict(), tmp_path / "file.pt")
-    with pytest.raises(ValueError, match="ModifiedResNet has no FFN sublayers .*Choose a backbone with a Transformer"):
+    with pytest.raises(ValueError, match="ModifiedResNet has no FFN sublayers .*Choose a backbone whose image tower is a Transformer"):
         open_seed("nano-RN", str(tmp_path / "file.pt"))
 
 

@@ -50,8 +50,8 @@ def rows_of(kind, count=7):
 def hidden_rows(kind):
     """Rows of a layout whose answers are withheld, as public test sets have it."""
     without = {"samples": dict(answer="", label=-1), "CommonsenseQA": dict(answerKey=""),
-               "CommonsenseQA on the hub": dict(answerKey=""), "CosmosQA": dict(label=-1), "SocialIQA": dict(label="-1"),
-               "multiple choice": dict(answer=-1), "instructions": dict(output=None)}
+               "CommonsenseQA on the hub": dict(answerKey=""), "CosmosQA": dict(label=-1),
+               "SocialIQA": dict(label="-1"), "multiple choice": dict(answer=-1), "instructions": dict(output=None)}
     return [row | without[kind] for row in rows_of(kind)[0]]
 
 
@@ -106,7 +106,7 @@ def test_withheld_answers(kind):
     hidden = text_dataset(rows, kind)
     assert set(hidden["label"]) == {-1} and set(hidden["answer"]) == {""}
     assert hidden["prompt"][:] == text_dataset(rows_of(kind)[0], kind)["prompt"][:]
-    with pytest.raises(ValueError, match="some, row 7: the answer is missing, but other rows have one"):
+    with pytest.raises(ValueError, match="some, row 7: the answer is missing, unlike in other rows"):
         text_dataset(rows_of(kind)[0] + rows, "some")
 
 
@@ -126,7 +126,7 @@ def test_formatted_dataset_and_further_columns():
 
 
 def test_context_and_input_may_be_missing():
-    assert text_dataset([dict(question="q", choices=["x", "y"], answer=0)], "q")[0]["prompt"].startswith("Question: q\n")
+    assert text_dataset([dict(question="q", choices=["x", "y"], answer=0)], "q")["prompt"][0].startswith("Question: q")
     bare = text_dataset([dict(instruction="Sing.", output="La")], "i")[0]
     assert bare["prompt"] == instruction_prompt("Sing.") and bare["answer"] == "\nLa"
 
@@ -138,7 +138,7 @@ def test_empty_response_is_an_answer():
 @pytest.mark.parametrize("kind, changes, message", [
     ("CommonsenseQA", dict(question=" "), "the question is empty"),
     ("CommonsenseQA", dict(choices_text=["x", "y"]), "2 choices are called"),
-    ("CommonsenseQA", dict(choices_label=[]), "the number of choices and of their names"),
+    ("CommonsenseQA", dict(choices_label=[]), r"3 choices are called \[\]"),
     ("CommonsenseQA", dict(answerKey="F"), "the answer is 'F', none of A, B"),
     ("CommonsenseQA on the hub", dict(choices=dict(label=["A", "A"], text=["x", "y"])), "2 choices are called"),
     ("CommonsenseQA on the hub", dict(choices=None), "the choices are no list, but None"),
@@ -153,7 +153,7 @@ def test_empty_response_is_an_answer():
     ("multiple choice", dict(choices=["x", "y"], answer=2), "the answer is '2', none of 0, 1"),
     ("multiple choice", dict(choices=["x", "y"], answer="x"), "the answer is 'X', none of A, B"),
     ("instructions", dict(instruction=None), "the instruction is empty"),
-    ("instructions", dict(output=None), "the answer is missing, but other rows have one"),
+    ("instructions", dict(output=None), "the answer is missing, unlike in other rows"),
     ("samples", dict(prompt="Answer: "), "the prompt is empty or ends in a blank: 'Answer: '"),
     ("samples", dict(prompt=None), "the prompt is empty"),
     ("samples", dict(choices=["x"]), "the number of choices is 1"),
@@ -161,7 +161,7 @@ def test_empty_response_is_an_answer():
     ("samples", dict(choices=["x", "y"], label=2), "the label is 2"),
     ("samples", dict(label=None), "the label is None"),
     ("samples", dict(choices=["x", "y"], label=0, answer=" B"), "the answer is ' B', but the label is that of A"),
-    ("samples", dict(choices=[], label=0), "no choices, but other rows have some"),
+    ("samples", dict(choices=[], label=0), "there are no choices, unlike in other rows"),
 ])
 def test_a_bad_row_is_named(kind, changes, message):
     rows, _ = rows_of(kind)
@@ -195,7 +195,7 @@ def test_hidden_split_is_left_out_with_a_warning():
 
 
 def test_splits_of_two_kinds():
-    with pytest.raises(ValueError, match="a, b: some have choices, others have none"):
+    with pytest.raises(ValueError, match="a, b: some splits have choices, others have none"):
         text_parts(dict(train=rows_of("CosmosQA")[0], test=rows_of("instructions")[0]), dict(train="a", test="b"))
 
 
@@ -303,11 +303,19 @@ def test_files_go_before_the_hub(tmp_path, monkeypatch):
 def test_nothing_there(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    with pytest.raises(FileNotFoundError, match="'riddles': no file .*none of commonsenseqa.* no id on the Hugging"):
+    with pytest.raises(FileNotFoundError, match="'riddles': no file .*none of commonsenseqa.* no id on the hub"):
         load_texts("riddles")
     with pytest.raises(FileNotFoundError, match="no copy of a hub repository"): load_texts(tmp_path)
     with pytest.raises(ConnectionError, match=f"'{NAMED_TEXTS['cosmosqa']}': not in the local cache.*hf download"):
         load_texts("cosmosqa")
+
+
+def test_splits_by_unknown_names(tmp_path):
+    rows, _ = rows_of("CommonsenseQA on the hub")
+    copy = copy_of_repository(tmp_path / "copy", easy=rows, hard=rows)
+    (copy / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files:\n" + "".join(
+        f"  - split: {split}\n    path: data/{split}-*\n" for split in ("easy", "hard")) + "---\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"copy: splits \['easy', 'hard'\]. Expected some of train, "): load_texts(copy)
 
 
 @pytest.mark.hub

@@ -64,13 +64,14 @@ class Source:
     data: str = "embedded" # as in `open_benchmark`
     clients: str = "" # as in `open_benchmark`
     pool: str = "" # as in `open_benchmark`
-    limit: int | None = None # use at most so many images of each split
+    limit: int | tuple | None = None # use at most so many samples of each split, or of train, validation and test
     device: str = "cpu" # torch device
     workers: int = 0 # processes that decode images
+    reading: tuple[tuple[str, object], ...] = () # further settings of `open_seed`, as pairs of name and value
 
     def seed(self) -> Seed:
         "The seed; opened once in each process."
-        return _open_seed(self.backbone, self.weights, self.device)
+        return _open_seed(self.backbone, self.weights, self.device, self.reading)
 
     def benchmark(self,
         rng: int, # of splits that have to be carved, and of the images that a limit leaves
@@ -78,14 +79,16 @@ class Source:
         "Pool and clients; opened once in each process."
         return _open_benchmark(self.data, self.clients, self.pool, self.limit, rng)
 
-_open_seed = lru_cache(lambda backbone, weights, device: open_seed(backbone, weights, device=device))
+_open_seed = lru_cache(lambda backbone, weights, device, reading:
+                       open_seed(backbone, weights, device=device, **dict(reading)))
 
 @lru_cache
 def _open_benchmark(data, clients, pool, limit, rng) -> Benchmark:
     benchmark = open_benchmark(data, clients, pool, rng)
-    if not limit: return benchmark
-    return replace(benchmark, pool=benchmark.pool.take(limit, limit, limit, rng),
-                   clients=[client.take(limit, limit, limit, rng) for client in benchmark.clients])
+    if isinstance(limit, int):
+        limit = limit, limit, limit
+        benchmark = replace(benchmark, pool=benchmark.pool.take(*limit, rng))
+    return replace(benchmark, clients=[client.take(*limit, rng) for client in benchmark.clients]) if limit else benchmark
 
 # %% ../../nbs/baselines/11_compare.ipynb #f3d0e5c4
 @dataclass(frozen=True)

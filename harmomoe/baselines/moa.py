@@ -22,6 +22,7 @@ from ..domains import Domain
 from ..experts import train
 from ..layer import RouterSettings
 from ..moe import UnifiedModel, unite
+from ..seed import relabelled
 
 # %% ../../nbs/baselines/06_moa.ipynb #28c593c3
 def owned_proxies(bundles: list[Bundle], # with their proxies

@@ -39,10 +39,13 @@ model_soup = Method("model_soup", uniform_soup, private_only, sends=("adapter",)
 def greedy_soup(bundles, seed, pool, config, workers=0, progress=False) -> tuple[Model, dict]:
     "Experts in the order of their accuracy on the proxies, each kept if the mean does not get worse."
     held_out = pool.train.select(proxy_union(bundles))
-    judge = lambda tower: accuracy(Model(seed, tower), held_out, pool.classes, workers=workers).correct
+    def judge(tower):
+        if len(pool.classes) > 1: return accuracy(Model(seed, tower), held_out, pool.classes, workers=workers).correct
+        loss = seed.loss(pool.classes) # instructions cannot be scored
+        with torch.no_grad(): return -sum(loss(tower, batch).item() for batch in seed.batches(held_out, batch_size=16))
     towers = {bundle.client: expert_tower(seed, bundle) for bundle in bundles}
     alone = {name: judge(tower) for name, tower in towers.items()}
-    kept, best, mean = [], -1, None
+    kept, best, mean = [], -float("inf"), None
     for name in sorted(towers, key=alone.get, reverse=True):
         candidate = average(seed, [towers[other] for other in (*kept, name)])
         correct = judge(candidate)
