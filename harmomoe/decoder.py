@@ -9,6 +9,7 @@ __all__ = ['FACTS', 'DecoderSeed']
 
 # %% ../nbs/09_decoder.ipynb #5ed47249
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Callable
 
@@ -20,9 +21,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .context import share_context, token_mean
-from .core import digest
+from .core import digest, digest_weights
 from .ffn import GATED_FFN, find_ffns
-from .seed import Seed, digest_weights, targets_in
+from .seed import Seed, targets_in
 
 # %% ../nbs/09_decoder.ipynb #e7e39d1e
 FACTS = "harmomoe_seed.json"
@@ -45,7 +46,7 @@ class DecoderSeed(Seed):
         model: PreTrainedModel, # a causal language model; it is frozen
         tokenizer: PreTrainedTokenizerBase, # its tokenizer, a fast one
         name: str, # what to call it in tables, such as "Llama-3.2-3B"
-        scoring: str = "letter", # "letter": by the logit of the answer's letter; "text": by the likelihood of the choice
+        scoring: str = "letter", # by the logit of the answer's "letter", or by the likelihood of the choice's "text"
         loss_on: str = "answer", # tokens that training predicts: "answer" or "all"
         max_length: int = 512, # tokens of a text
         device: str = "cpu", # torch device
@@ -72,9 +73,12 @@ class DecoderSeed(Seed):
         config = {key: value for key, value in self.model.config.to_dict().items()
                   if key not in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")}
         tokens = digest(json.loads(self.tokenizer.backend_tokenizer.to_str()))
-        return dict(name=self.name, weights=digest_weights(self.model), architecture=digest(json.loads(json.dumps(config))),
+        return dict(name=self.name, weights=self._weights, architecture=digest(json.loads(json.dumps(config))),
                     preprocessing=dict(tokenizer=tokens, max_length=self.max_length),
                     prompt=dict(scoring=self.scoring, loss_on=self.loss_on))
+
+    @cached_property
+    def _weights(self) -> str: return digest_weights(self.model) # which takes long, and they are frozen
 
     def connect(self, tower: nn.Module, reach: str) -> None:
         "Bring padding and caches to the routers."
@@ -104,8 +108,8 @@ class DecoderSeed(Seed):
         batch_size: int = 128,
         shuffle_seed: int | None = None, # reshuffles every epoch from this seed; None keeps the order
         workers: int = 0, # not used: texts are tokenized here and now
-        ) -> torch.utils.data.DataLoader: # of dicts, int64: the texts as `input_ids`, `attention_mask` and `labels` (-100
-            # where nothing is predicted) [B, T]; `prompts` [B, P] and `prompt_mask`; `targets` [B]; `choices`, a list
+        ) -> torch.utils.data.DataLoader: # of dicts, int64: texts as `input_ids`, `attention_mask`, `labels` [B, T] (-100
+            # where nothing is predicted); `prompts` and `prompt_mask` [B, P]; `targets` [B]; `choices`, a list
         "Batches of tokenized samples. Raises `ValueError` for a class that is not in the label space."
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         samples = []
@@ -143,8 +147,9 @@ class DecoderSeed(Seed):
     def _logits(self, tower: nn.Module, ids: Tensor, mask: Tensor, last: int) -> Tensor:
         "What follows each of the last tokens, float32 [B, last, vocabulary]."
         ids, mask = ids.to(self.device), mask.to(self.device)
+        kept = torch.arange(ids.shape[1] - last, ids.shape[1], device=self.device) # a slice is slow: it is not contiguous
         return tower(input_ids=ids, attention_mask=mask, position_ids=_positions(mask), use_cache=False,
-                     logits_to_keep=last).logits.float()
+                     logits_to_keep=kept).logits.float()
 
     def _log_likelihoods(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         "Log likelihood of each sequence's labels and their number, [B] each."
@@ -155,9 +160,10 @@ class DecoderSeed(Seed):
     def loss(self, label_space: list[str]) -> Callable[[nn.Module, dict], Tensor]:
         "A function (tower, batch) -> mean over samples of the mean cross-entropy of their tokens, see `loss_on`."
         def mean_loss(tower, batch):
-            last = int((batch["labels"] != -100).sum(1).max()) + 1 # the longest answer, and the token before it
-            logits = self._logits(tower, batch["input_ids"], batch["attention_mask"], min(last, batch["labels"].shape[1]))
-            likelihood, count = self._log_likelihoods(logits, batch["labels"])
+            ids, labels = batch["input_ids"], batch["labels"]
+            last = min(int((labels != -100).sum(1).max()) + 1, ids.shape[1]) # the longest answer, and what precedes it
+            logits = self._logits(tower, ids, batch["attention_mask"], last)
+            likelihood, count = self._log_likelihoods(logits, labels)
             return (-likelihood / count.clamp(min=1)).mean()
         return mean_loss
 
@@ -168,8 +174,8 @@ class DecoderSeed(Seed):
         tokens = [self.encode("Answer:", f" {letter}")[1] for letter in letters]
         tokens = [ids[:len(ids) - self._added_at_the_end(ids)] for ids in tokens]
         if odd := [letter for letter, ids in zip(letters, tokens) if ids[:-1] != tokens[0][:-1]]:
-            raise ValueError(f"{odd[0]!r} and {letters[0]!r} differ in more than their last token in {self.name}: choose "
-                             "scoring='text'.")
+            raise ValueError(f"{odd[0]!r} and {letters[0]!r} differ in more than their last token in {self.name}: "
+                             "choose scoring='text'.")
         return tokens[0][:-1], [ids[-1] for ids in tokens]
 
     def scorer(self, label_space: list[str]) -> Callable[[nn.Module, dict], Tensor]:
@@ -181,8 +187,9 @@ class DecoderSeed(Seed):
             if counts.min() < 2: raise ValueError("only questions with two or more choices can be scored.")
             if by_letter:
                 prompts = F.pad(batch["prompts"], (0, len(begin)))
+                mask = F.pad(batch["prompt_mask"], (0, len(begin)), value=1)
                 prompts[:, prompts.shape[1] - len(begin):] = torch.tensor(begin, dtype=torch.int64)
-                found = self._logits(tower, prompts, F.pad(batch["prompt_mask"], (0, len(begin)), value=1), 1)[:, -1, tokens]
+                found = self._logits(tower, prompts, mask, 1)[:, -1, tokens]
             else: found = self._choice_scores(tower, batch["choices"], len(label_space))
             there = torch.arange(len(label_space), device=self.device) < counts[:, None]
             return found.masked_fill(~there, -torch.inf)

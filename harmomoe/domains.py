@@ -24,14 +24,12 @@ SPLITS = ("train", "validation", "test")
 SAMPLE_LAYOUT = ("columns image (datasets.Image) and label (datasets.ClassLabel), or prompt, answer and choices, as "
                  "`text_dataset` makes them, and label")
 
-
 def _is_text(features: Features) -> bool:
     "Whether samples are texts. TypeError if they are neither texts nor images."
     if isinstance(features.get("label"), ClassLabel):
         if {"prompt", "answer", "choices"} <= features.keys(): return True
         if isinstance(features.get("image"), Image): return False
     raise TypeError(f"need {SAMPLE_LAYOUT}; have {dict(features)}")
-
 
 @dataclass(frozen=True, repr=False)
 class Domain:
@@ -53,8 +51,8 @@ class Domain:
             except TypeError as error: raise TypeError(f"{where}: {error}") from None
             names = dataset.features["label"].names
             if not len(dataset) and not (texts and len(names) == 1 and split != "train"):
-                raise ValueError(f"{where}: no samples. A missing split is carved from classes of 3 samples or more; add "
-                                 "some, or give this split its own")
+                raise ValueError(f"{where}: no samples. A missing split is carved from classes of 3 samples or more; "
+                                 "add some, or give this split its own")
             if names != self.classes:
                 raise ValueError(f"{where}: class names {names[:5]} are not those of train, {self.classes[:5]}; "
                                  "names and order must agree")
@@ -83,7 +81,6 @@ class Domain:
         sizes = {"train": train, "validation": validation, "test": test}
         return replace(self, **{split: stratified_sample(getattr(self, split), n, seed) for split, n in sizes.items()})
 
-
 @dataclass(frozen=True)
 class Benchmark:
     "One public pool and the clients to unify. A proxy's id is its row number in `pool.train`. Names must be unique."
@@ -94,7 +91,6 @@ class Benchmark:
     def __post_init__(self):
         if not self.clients: raise ValueError(f"benchmark '{self.name}': no clients")
         _check_unique(self.name, [self.pool.name, *(client.name for client in self.clients)])
-
 
 def _check_unique(benchmark: str, names: list[str]) -> None:
     "ValueError if two domains of a benchmark have one name."
@@ -120,7 +116,6 @@ def stratified_sample(
     place = (rank + np.repeat(rng.random(len(size)), size)) / np.repeat(size, size)
     return dataset.select(np.sort(rows[np.argsort(place, kind="stable")[:n]]))
 
-
 def stratified_split(
     labels: np.ndarray,  # int64 [n]
     shares: dict[str, float],  # group -> its share of each class, below 1 in sum
@@ -134,7 +129,6 @@ def stratified_split(
         counts = [max(1, round(share * len(rows))) if len(rows) > len(shares) else 0 for share in shares.values()]
         for name, part in zip(groups, np.split(rng.permutation(rows), np.cumsum(counts))): groups[name].append(part)
     return {name: np.sort(np.concatenate(parts)) for name, parts in groups.items()}
-
 
 def three_splits(
     parts: dict[str, Dataset],  # some of train, validation, test
@@ -163,18 +157,15 @@ def split_alias(
     alias, equals, source = str(spec).strip().partition("=")
     return (alias.strip(), source.strip()) if equals and not os.path.exists(str(spec)) else (None, str(spec).strip())
 
-
 def _repository_parts(repository: str, where: str) -> dict[str, Dataset]:
     splits = hub_dataset(repository)
     images = any(isinstance(feature, Image) for feature in next(iter(splits.values())).features.values())
     return (hub_parts if images else hub_texts)(splits, where)
 
-
 def _holds_images(files: dict[str, Path]) -> bool:
     "Whether parquet files are meant to hold images; what is unreadable is left to their reader."
     try: return "image" in pq.read_schema(next(iter(files.values()))).names
     except (pa.ArrowException, OSError): return True
-
 
 def load_domain(
     source: str | Path,  # folder, file, path prefix of files, hub id or key of NAMED_TEXTS; maybe `alias=` in front
@@ -194,18 +185,18 @@ def load_domain(
         raise ValueError(f"{source} holds several domains: {', '.join(list_domains(path))}; name one, as {source}/NAME")
     elif path.is_dir(): parts = folder_parts(path)
     elif path.exists():
-        raise ValueError(f"{source} is neither a folder nor a file of rows. Expected {PARQUET_LAYOUT}, or texts: {TEXT_FILES}")
+        raise ValueError(f"{source} is neither a folder nor a file of rows. Expected {PARQUET_LAYOUT}, or texts: "
+                         f"{TEXT_FILES}")
     else:
         repository = NAMED_TEXTS.get(source, source)
-        tried = (f"'{source}': no folder ({FOLDER_LAYOUT}), no parquet ({PARQUET_LAYOUT}), no texts ({TEXT_FILES}), none of "
-                 f"{', '.join(NAMED_TEXTS)}")
+        tried = (f"'{source}': no folder ({FOLDER_LAYOUT}), no parquet ({PARQUET_LAYOUT}), no texts ({TEXT_FILES}), "
+                 f"none of {', '.join(NAMED_TEXTS)}")
         if not re.fullmatch(HUB_ID, repository):
             raise FileNotFoundError(f"{tried}, and no id on the Hugging Face hub (owner/name or owner/name:config)")
         try: parts = _repository_parts(repository, source)
         except OSError as error: raise FileNotFoundError(f"{tried}, and not from the hub. {error}") from error
     stem = re.sub(rf"({'|'.join(map(re.escape, TEXT_SUFFIXES))})$", "", path.name.partition(":")[0])
     return Domain(name or alias or stem, **three_splits(parts, source, seed, whole_train))
-
 
 def list_domains(
     folder: str | Path,  # holds files of rows, and folders of images
@@ -214,7 +205,6 @@ def list_domains(
     suffix = re.compile(rf"(_({'|'.join(SPLIT_NAMES)}))?({'|'.join(map(re.escape, TEXT_SUFFIXES))})$")
     return sorted({suffix.sub("", entry.name) for entry in os.scandir(folder) if not entry.name.startswith(".")
                    and (entry.is_dir() or entry.name.endswith(TEXT_SUFFIXES))})
-
 
 def load_benchmark(
     data: str | Path,  # folder that holds all domains
@@ -242,7 +232,6 @@ def _text_fingerprint(dataset: Dataset) -> str:
     rows = dataset.with_format(None).select_columns(["prompt", "answer", "choices", "label"])
     for row in rows: total.update(json.dumps(row, sort_keys=True).encode())
     return total.hexdigest()
-
 
 def fingerprint(
     dataset: Dataset,  # a split of a `Domain`

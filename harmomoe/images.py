@@ -28,7 +28,6 @@ def labels_of(
     "The label column as one array; images are not touched."
     return np.asarray(dataset.select_columns("label").with_format("numpy")[:]["label"], dtype=np.int64)
 
-
 def image_dataset(
     files: list[str],  # paths of images
     labels: list[int],  # one a file
@@ -37,7 +36,6 @@ def image_dataset(
     "A dataset over image files that stay where they are."
     columns = {"image": [os.path.abspath(file) for file in files], "label": labels}
     return Dataset.from_dict(columns, features=Features(image=Image(), label=ClassLabel(names=names)))
-
 
 def check_images(
     dataset: Dataset,  # has a column `image`
@@ -59,7 +57,6 @@ SPLIT_NAMES = {"train": "train", "training": "train", "validation": "validation"
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 FOLDER_LAYOUT = "ROOT/<class>/<image> or ROOT/{train,val,test}/<class>/<image>"
 
-
 def class_folders(
     root: str | Path,  # holds one folder per class
 ) -> dict[str, list[str]]:  # folder name -> paths of its images, both sorted
@@ -68,7 +65,6 @@ def class_folders(
     return {os.path.basename(folder): sorted(entry.path for entry in os.scandir(folder)
                                              if entry.name.lower().endswith(IMAGE_SUFFIXES)) for folder in folders}
 
-
 def labelled_files(
     folders: dict[str, list[str]],  # as `class_folders` lists them
     order: list[str],  # folder names by label
@@ -76,7 +72,6 @@ def labelled_files(
     "Files and labels of a folder per class."
     labels = [label for folder, files in folders.items() for label in [order.index(folder)] * len(files)]
     return [file for files in folders.values() for file in files], labels
-
 
 def folder_parts(
     root: str | Path,  # folder in one of the two layouts
@@ -105,7 +100,6 @@ PARQUET_LAYOUT = ("NAME.parquet, NAME_{train,val,test}.parquet or NAME/{train,va
                   "image (encoded bytes, or a struct of bytes and path), label (0 to C-1) and class_name (one a label)")
 IN_MEMORY_BYTES = 2**30
 
-
 def parquet_files(
     source: str | Path,  # a file, or the path up to NAME in the layout above
 ) -> dict[str, Path]:  # split -> file; empty if there are none
@@ -117,13 +111,11 @@ def parquet_files(
                 raise ValueError(f"{source}: {files[split]} and {path} are both its {split} split; keep one of them")
     return files or ({"train": single} if single.is_file() else {})
 
-
 def has_shards(
     folder: str | Path,  # maybe a copy of a hub repository
 ) -> bool:  # it has numbered parquet files such as train-00000-of-00002.parquet, itself or in data/
     "Tells a local copy of a hub repository, which `hub_dataset` loads, from other folders."
     return any(next(Path(folder, inner).glob("*-*.parquet"), None) for inner in ("", "data"))
-
 
 def _named_labels(path: Path) -> list[tuple[int, str]]:
     "Pairs of label and class name in a file, after checks of its schema."
@@ -149,7 +141,6 @@ def _named_labels(path: Path) -> list[tuple[int, str]]:
     if wrong: raise ValueError(f"{path}: no column class_name, and the schema has no names for labels {wrong[:5]}. "
                                f"Expected {PARQUET_LAYOUT}")
     return list(names.items())
-
 
 def parquet_parts(
     files: dict[str, Path],  # split -> file, as `parquet_files` finds them
@@ -199,11 +190,9 @@ def hub_problem(
     attempt.start(); attempt.join(timeout)
     return f"{address[0]}:{address[1]} cannot be reached: {problem[0]}" if problem else None
 
-
 WAYS_ON = ("(1) connect to the network, or set HF_ENDPOINT to a mirror; (2) use files of your own: `-p weights FILE` "
            "(open_clip's or OpenAI's layout) for a model, a folder per class or parquet for images; (3) leave the "
            "setting out: the embedded seed and benchmark are the defaults and need no network")
-
 
 def require_hub(
     what: str,  # what is to be fetched, for the error
@@ -214,9 +203,7 @@ def require_hub(
     if problem: raise ConnectionError(f"{what}: not in the local cache, and the Hugging Face hub cannot be used "
                                       f"({problem}). Ways on: {WAYS_ON}")
 
-
 HUB_ID = r"[\w.-]+/[\w.-]+(@[\w.-]+)?(:[\w.-]+)?"  # owner/name@revision:configuration
-
 
 def hub_dataset(
     repository: str,  # `owner/name`, maybe with `@revision` and `:config`, or a folder that is a copy of a repository
@@ -240,14 +227,12 @@ def hub_dataset(
         raise FileNotFoundError(f"{what}: {error}{gated} {copy}") from error
     finally: datasets.config.HF_HUB_OFFLINE = before
 
-
 def known_splits(
     splits: DatasetDict,  # as loaded
 ) -> dict[str, Dataset]:  # train, validation or test -> rows; a single split is train
-    "Finds the splits that can be used by their names, in any case."
+    "Finds the usable splits by name."
     if len(splits) == 1: return {"train": next(iter(splits.values()))}
     return {SPLIT_NAMES[name.lower()]: part for name, part in splits.items() if name.lower() in SPLIT_NAMES}
-
 
 def hub_parts(
     splits: DatasetDict,  # as loaded

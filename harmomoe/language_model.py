@@ -18,11 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreT
 from .context import share_context
 from .ffn import GATED_FFN, find_ffns
 from .layer import LowRankMoE, RouterSettings, insert_experts
-from .router import Router
 
 # %% ../nbs/20_language_model.ipynb #7aba7c7e
 class HarmoMoEConfig(PreTrainedConfig):
-    "Configuration of `HarmoMoEForCausalLM`."
+    """Configuration of `HarmoMoEForCausalLM`. The sizes that tools read off any configuration are those of the seed.
+    Raises `ValueError` if the experts, their ranks and their scales differ in number."""
     model_type = "harmomoe"
     sub_configs = {"text_config": AutoConfig}
 
@@ -34,6 +34,9 @@ class HarmoMoEConfig(PreTrainedConfig):
         router: dict | None = None, # fields of `RouterSettings`
         **others, # what every configuration has
         ):
+        if not len(experts) == len(ranks) == len(scales):
+            raise ValueError(f"{len(experts)} experts need a rank and a scale each, but there are {len(ranks)} ranks and "
+                             f"{len(scales)} scales.")
         if text_config is None: text_config = dict(model_type="llama")
         if isinstance(text_config, dict):
             family = text_config.get("model_type", "llama")
@@ -45,13 +48,20 @@ class HarmoMoEConfig(PreTrainedConfig):
             others.setdefault(name, getattr(text_config, name, None))
         super().__init__(**others)
 
+    def __getattr__(self, name: str) -> Any: # called for what is not found here
+        if name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
+            return getattr(self.text_config, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
+
+# %% ../nbs/20_language_model.ipynb #c7e082f5
 class HarmoMoEForCausalLM(PreTrainedModel, GenerationMixin):
-    "A causal language model whose FFNs are Mixture-of-Experts layers with a context-aware router."
+    """A causal language model whose FFNs are Mixture-of-Experts layers with a context-aware router. Experts and routers
+    can be trained, the seed is frozen."""
     config_class = HarmoMoEConfig
     base_model_prefix = "seed"
     supports_gradient_checkpointing = True
     _supports_sdpa = _supports_flash_attn = _supports_attention_backend = True
-    _skip_keys_device_placement = ["past_key_values"]
+    _keep_in_fp32_modules_strict = ["router"]
 
     def __init__(self, config: HarmoMoEConfig):
         super().__init__(config)
@@ -60,33 +70,66 @@ class HarmoMoEForCausalLM(PreTrainedModel, GenerationMixin):
         settings = RouterSettings(**config.router)
         insert_experts(self.seed, paths, layout, config.ranks, config.scales, settings)
         share_context(self.seed, paths, settings.context)
-        self._no_split_modules = self.seed._no_split_modules
+        blends = [f"seed.{path}.router.blend" for path in paths]
+        if settings.shared_blend: self._tied_weights_keys = {blend: blends[0] for blend in blends[1:]}
         self.post_init()
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        "What a file lacks: it holds all weights, so only what is never saved."
-        if isinstance(module, Router): module.active.fill_(True)
-
-    def get_input_embeddings(self) -> nn.Module: return self.seed.get_input_embeddings()
-    def set_input_embeddings(self, value: nn.Module) -> None: self.seed.set_input_embeddings(value)
-    def get_output_embeddings(self) -> nn.Module: return self.seed.get_output_embeddings()
+        self._start()
 
     @property
     def moe_layers(self) -> list[LowRankMoE]:
         "The Mixture-of-Experts layers, first layer first."
         return [module for module in self.modules() if isinstance(module, LowRankMoE)]
 
+    def _start(self) -> None:
+        "What no file holds: which parameters learn, and that all experts take part."
+        self.seed.requires_grad_(False)
+        for layer in self.moe_layers:
+            for part in (layer.a, layer.b, layer.router): part.requires_grad_(True)
+            layer.router.blend.requires_grad_(self.config.router["learn_blend"])
+            layer.router.active.fill_(True)
+
+    @classmethod
+    def from_pretrained(cls, *arguments: Any, output_loading_info: bool = False, **others: Any):
+        "As every model's of `transformers`, but raises `ValueError` if a weight is missing."
+        model, report = super().from_pretrained(*arguments, output_loading_info=True, **others)
+        if missing := sorted(report["missing_keys"]):
+            raise ValueError(f"{arguments[0]} lacks {len(missing)} weights of the model, for example {missing[0]}: it is "
+                             "damaged, or not the folder of a unified model.")
+        model._start()
+        return (model, report) if output_loading_info else model
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict:
+        "Weights that are one and the same; `transformers` itself looks only where word embeddings are tied."
+        return super().get_expanded_tied_weights_keys(all_submodels) | (self._tied_weights_keys or {})
+
+    def get_input_embeddings(self) -> nn.Module: return self.seed.get_input_embeddings()
+    def set_input_embeddings(self, value: nn.Module) -> None: self.seed.set_input_embeddings(value)
+    def get_output_embeddings(self) -> nn.Module: return self.seed.get_output_embeddings()
+    def set_output_embeddings(self, value: nn.Module) -> None: self.seed.set_output_embeddings(value)
+
     def forward(self,
         input_ids: Tensor | None = None, # int64 [B, T]
         attention_mask: Tensor | None = None, # [B, T + tokens in the cache], 0 for padding
+        position_ids: Tensor | None = None, # int64 [B, T]
+        past_key_values: Any = None, # the cache
+        inputs_embeds: Tensor | None = None, # [B, T, d], in place of `input_ids`
         labels: Tensor | None = None, # int64 [B, T], -100 where nothing is predicted
+        use_cache: bool | None = None, # whether to return a cache
+        logits_to_keep: int | Tensor = 0, # how many of the last tokens get logits; 0 for all
         **others: Any, # whatever the seed's own `forward` takes
         ): # `CausalLMOutputWithPast`
-        "The seed's forward pass, through the experts."
-        return self.seed(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **others)
+        "The seed's forward pass, through the experts. Raises `ValueError` where a router cannot know its context."
+        if getattr(self, "_is_replica", False):
+            raise ValueError("nn.DataParallel splits a batch without its context. Use several GPUs by way of torchrun "
+                             "or accelerate, or one alone.")
+        if others.get("cu_seq_lens_q") is not None:
+            raise ValueError("routing by context needs one text in a row, but several are packed into one: pad them.")
+        return self.seed(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
+                         past_key_values=past_key_values, inputs_embeds=inputs_embeds, labels=labels, use_cache=use_cache,
+                         logits_to_keep=logits_to_keep, **others)
 
-AutoConfig.register("harmomoe", HarmoMoEConfig)
-AutoModelForCausalLM.register(HarmoMoEConfig, HarmoMoEForCausalLM)
 HarmoMoEConfig.register_for_auto_class()
 HarmoMoEForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+if __package__ == "harmomoe": # a copy that was saved with a model serves that model only
+    AutoConfig.register("harmomoe", HarmoMoEConfig)
+    AutoModelForCausalLM.register(HarmoMoEConfig, HarmoMoEForCausalLM)

@@ -56,8 +56,8 @@ class LowRankMoE(nn.Module):
             h_j = weights[..., j, None] * self.layout.hidden(self.ffn, *inner)
             h = h + h_j
             h_low = h_low + drop(h_j) @ a[self.layout.outer].T * scale * mine
-        y = F.linear(h, outer.weight) + h_low @ b[self.layout.outer]
-        return y if outer.bias is None else y + outer.bias * weights.sum(-1, keepdim=True)
+        y = outer(h) + h_low @ b[self.layout.outer] # called as a module: it may be quantised, or have an adapter
+        return y if outer.bias is None else y + outer.bias * (weights.sum(-1, keepdim=True) - 1)
 
 # %% ../nbs/18_layer.ipynb #b8f041e9
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ __all__ = ['NAMED', 'EUROSAT_NAMES', 'SPLIT_FORMAT', 'PAPER_CLIENTS', 'PAPER_TEX
            'prompt_name', 'distinct', 'read_split', 'load_named', 'paper_benchmark', 'paper_texts']
 
 # %% ../nbs/04_named.ipynb #4adc9bb3
-import json, os
+import csv, json, os
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 import numpy as np
 import pyarrow.compute as pc
@@ -32,7 +33,6 @@ class NamedDataset:
     shares: dict[str, float]  # shares of each class that CoOp drew
     rest: str  # the split that got what is left; `test`: CoOp drew from all images, else from the given train split
 
-
 NAMED = {
     "oxford_pets": NamedDataset(
         "timm/oxford-iiit-pet", 37, "images", ("split_zhou_OxfordPets.json",),
@@ -53,13 +53,11 @@ EUROSAT_NAMES = {
     "PermanentCrop": "Permanent Crop Land", "Residential": "Residential Buildings", "River": "River",
     "SeaLake": "Sea or Lake"}
 
-
 def prompt_name(
     name: str,  # as a file or repository has it
 ) -> str:  # as a prompt asks for it
     "Underscores become spaces; EuroSAT's classes get CoOp's names."
     return EUROSAT_NAMES.get(name, name).replace("_", " ").strip()
-
 
 def distinct(
     names: list[str],  # class names by label, maybe with repetitions
@@ -71,7 +69,6 @@ def distinct(
 # %% ../nbs/04_named.ipynb #1ee56309
 SPLIT_FORMAT = ('{"train": [[path, label, class name], ...], "val": [...], "test": [...]}, '
                 'with labels 0 to C-1 that have one name each')
-
 
 def read_split(
     path: str | Path,  # split_zhou_*.json
@@ -95,7 +92,6 @@ def read_split(
     if sorted(names) != list(range(len(names))) or len(set(names.values())) < len(names):
         raise ValueError(f"{path}: labels and names are {dict(sorted(names.items())[:20])}. Expected {SPLIT_FORMAT}")
     return [names[label] for label in range(len(names))], splits
-
 
 def _check_order(name: str, folder: Path, names: list[str], splits: dict[str, list[tuple[str, int]]]) -> None:
     "Compares the split file's class names with a second witness: file names, folders or cat_to_name.json."
@@ -126,7 +122,6 @@ def _local_splits(name: str, folder: Path) -> dict[str, Dataset]:
              for split, rows in splits.items()}
     return {split: check_images(part, f"{split_file}, {split}") for split, part in parts.items()}
 
-
 def _local_imagenet(folder: Path) -> dict[str, Dataset]:
     "ImageNet from CoOp's layout; a label counts the sorted folders of train."
     lines = (folder / "classnames.txt").read_text(encoding="utf-8").splitlines()
@@ -149,7 +144,6 @@ def _relabel(dataset: Dataset, labels: np.ndarray, names: list[str]) -> Dataset:
     "Replaces labels and names without a copy of the images."
     return dataset.remove_columns("label").add_column("label", labels, feature=ClassLabel(names=names))
 
-
 def _file_stems(splits: DatasetDict) -> dict[str, list[str]] | None:
     "Names of the image files, without folder and suffix, by the repository's splits; None if it does not have them."
     stems = {}
@@ -159,7 +153,6 @@ def _file_stems(splits: DatasetDict) -> dict[str, list[str]] | None:
         if not all(files): return None
         stems[SPLIT_NAMES.get(key.lower())] = [Path(str(file)).stem for file in files]
     return stems
-
 
 def _apply_split(parts: dict[str, Dataset], stems: dict[str, list[str]], where: str,
                  path: str | Path) -> dict[str, Dataset]:
@@ -180,7 +173,6 @@ def _apply_split(parts: dict[str, Dataset], stems: dict[str, list[str]], where: 
     whole = _relabel(whole, new, order)
     return {split: whole.select(rows) for split, rows in groups.items()}
 
-
 def _hub_splits(name: str, repository: str, split_file: str | Path | None, seed: int) -> dict[str, Dataset]:
     "One of the four from a repository on the hub, or a copy of it."
     spec, splits = NAMED[name], hub_dataset(repository)
@@ -200,7 +192,6 @@ def _hub_splits(name: str, repository: str, split_file: str | Path | None, seed:
     source = concatenate_datasets(list(parts.values())) if spec.rest == "test" else parts["train"]
     groups = stratified_split(labels_of(source), spec.shares, spec.rest, seed)
     return parts | {split: source.select(rows) for split, rows in groups.items()}
-
 
 def load_named(
     name: str,  # oxford_pets, oxford_flowers, eurosat or imagenet
@@ -227,36 +218,10 @@ def load_named(
 # %% ../nbs/04_named.ipynb #a0eb71de
 PAPER_CLIENTS = ("oxford_pets", "oxford_flowers", "eurosat")
 PAPER_TEXT_CLIENTS = ("commonsenseqa", "cosmosqa", "socialiqa")
-PAPER_ACCURACY = {backbone: {method: dict(zip((*(PAPER_CLIENTS if backbone.startswith("ViT") else PAPER_TEXT_CLIENTS), "average"), row))
-                             for method, row in rows.items()}
-                  for backbone, rows in {
-    "ViT-B-32": {
-        "zeroshot": (85.77, 61.59, 29.81, 59.06), "expert:oxford_pets": (92.40, 59.03, 22.74, 58.06),
-        "expert:oxford_flowers": (84.25, 96.91, 27.21, 69.46), "expert:eurosat": (82.64, 52.42, 97.91, 77.66),
-        "btm": (90.81, 85.10, 95.07, 90.33), "model_soup": (87.90, 70.52, 64.19, 74.20),
-        "btx": (88.44, 75.07, 59.38, 74.30), "flexolmo": (91.36, 90.62, 96.79, 92.92),
-        "harmomoe": (91.91, 93.67, 97.98, 94.52), "unrestricted_moe": (92.45, 96.43, 98.15, 95.68)},
-    "ViT-B-16": {
-        "zeroshot": (88.53, 68.09, 34.00, 63.54), "expert:oxford_pets": (94.44, 65.69, 30.10, 63.41),
-        "expert:oxford_flowers": (85.99, 98.13, 24.05, 69.39), "expert:eurosat": (86.56, 60.05, 98.43, 81.68),
-        "btm": (93.21, 84.65, 97.38, 91.75), "model_soup": (89.94, 74.18, 74.14, 79.42),
-        "btx": (89.89, 78.52, 75.20, 81.20), "flexolmo": (94.09, 89.40, 97.11, 93.53),
-        "harmomoe": (94.22, 97.08, 97.41, 96.24), "unrestricted_moe": (94.30, 97.73, 98.23, 96.75)},
-    "Llama-3.2-3B": {
-        "zeroshot": (62.49, 62.68, 56.19, 60.45), "expert:commonsenseqa": (74.94, 70.18, 60.54, 68.55),
-        "expert:cosmosqa": (63.06, 78.69, 58.96, 66.90), "expert:socialiqa": (65.44, 68.04, 72.42, 68.63),
-        "btm": (74.61, 75.44, 68.17, 72.74), "model_soup": (73.71, 75.24, 71.75, 73.57),
-        "btx": (69.62, 72.06, 71.75, 71.14), "flexolmo": (73.30, 73.33, 70.88, 72.50),
-        "comigs": (72.32, 71.46, 71.19, 71.65), "moa": (71.09, 74.64, 70.11, 71.95),
-        "harmomoe": (74.94, 76.05, 72.26, 74.42), "unrestricted_moe": (75.51, 78.39, 71.80, 75.23)},
-    "Llama-3.1-8B": {
-        "zeroshot": (69.37, 75.98, 57.57, 67.64), "expert:commonsenseqa": (81.24, 77.29, 69.19, 75.91),
-        "expert:cosmosqa": (71.42, 86.23, 67.86, 75.17), "expert:socialiqa": (73.63, 76.98, 78.10, 76.24),
-        "btm": (81.24, 80.84, 77.28, 79.79), "model_soup": (80.26, 84.25, 77.02, 80.51),
-        "btx": (75.76, 81.04, 73.39, 76.73), "flexolmo": (75.18, 81.11, 76.10, 77.46),
-        "moa": (77.72, 81.64, 74.05, 77.81),
-        "harmomoe": (81.33, 85.80, 77.64, 81.59), "unrestricted_moe": (81.90, 85.70, 76.41, 81.34)}}.items()}
-
+PAPER_ACCURACY = {}  # backbone -> method -> domain -> accuracy
+for row in csv.DictReader((files("harmomoe") / "data" / "paper.csv").read_text().splitlines()):
+    table = PAPER_ACCURACY.setdefault(row["backbone"], {})
+    table.setdefault(row["method"], {})[row["domain"]] = float(row["accuracy"])
 
 def paper_benchmark(
     root: str | Path | None = None,  # folder with CoOp's layout; None: from the hub
@@ -267,7 +232,6 @@ def paper_benchmark(
     order = ("imagenet", *PAPER_CLIENTS) if root is None else (*PAPER_CLIENTS, "imagenet")
     domains = {name: load_named(name, root, seed=seed) for name in order}
     return Benchmark("paper", domains["imagenet"], [domains[name] for name in PAPER_CLIENTS])
-
 
 
 def paper_texts(

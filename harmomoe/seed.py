@@ -6,10 +6,10 @@ Docs: https://harmomoe.github.io/harmomoe/seed.html.md"""
 
 # %% auto #0
 __all__ = ['SEEN', 'PAPER_PROMPT', 'CONFIG', 'WEIGHTS', 'VOCABULARY', 'relabelled', 'labelled', 'class_names', 'targets_in',
-           'Seed', 'digest_weights', 'ImageSeed', 'Model']
+           'Seed', 'ImageSeed', 'Model']
 
 # %% ../nbs/08_seed.ipynb #d723c18f
-import copy, hashlib, json, shutil
+import copy, json, shutil
 from pathlib import Path
 from typing import Callable
 
@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .core import digest
+from .core import digest, digest_weights
 from .ffn import CLIP_FFN, FFN, TIMM_FFN, find_ffns
 
 # %% ../nbs/08_seed.ipynb #fc897b78
@@ -106,15 +106,6 @@ class Seed:
         loader = self.batches(dataset, batch_size=batch_size, workers=workers)
         shown = tqdm(loader, desc=f"embedding {len(dataset)} samples", disable=not progress)
         return torch.cat([self.hidden(self.tower, batch).float().cpu() for batch in shown])
-
-def digest_weights(model: nn.Module,
-    ) -> str: # 64 hexadecimal digits
-    "SHA-256 of all names, types, shapes and numbers."
-    sha = hashlib.sha256()
-    for key, value in sorted(model.state_dict().items()):
-        sha.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
-        sha.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) # any type
-    return sha.hexdigest()
 
 # %% ../nbs/08_seed.ipynb #a34e0283
 class _Images(torch.utils.data.Dataset):

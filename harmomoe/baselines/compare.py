@@ -88,7 +88,8 @@ def _open_benchmark(data, clients, pool, limit, rng) -> Benchmark:
     if isinstance(limit, int):
         limit = limit, limit, limit
         benchmark = replace(benchmark, pool=benchmark.pool.take(*limit, rng))
-    return replace(benchmark, clients=[client.take(*limit, rng) for client in benchmark.clients]) if limit else benchmark
+    if not limit: return benchmark
+    return replace(benchmark, clients=[client.take(*limit, rng) for client in benchmark.clients])
 
 # %% ../../nbs/baselines/11_compare.ipynb #f3d0e5c4
 @dataclass(frozen=True)
