@@ -33,7 +33,7 @@ def digest(value, # anything that JSON can hold: dicts, lists, strings, numbers,
     "SHA-256 of the canonical JSON of `value`. Raises `TypeError` for what JSON cannot hold."
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
-def digest_weights(model: nn.Module,
+def digest_weights(model: torch.nn.Module,
     ) -> str: # 64 hexadecimal digits
     "SHA-256 of all names, types, shapes and numbers."
     sha = hashlib.sha256()

@@ -54,11 +54,12 @@ class DecoderSeed(Seed):
         if scoring not in ("letter", "text"): raise ValueError(f"scoring {scoring!r} is neither 'letter' nor 'text'.")
         if loss_on not in ("answer", "all"): raise ValueError(f"loss_on {loss_on!r} is neither 'answer' nor 'all'.")
         if not tokenizer.is_fast: raise ValueError(f"{name} needs a fast tokenizer, which knows offsets.")
+        if max_length < 2: raise ValueError(f"max_length is {max_length}, but must be at least 2.")
+        self.ffn, self.layers = find_ffns(model, (GATED_FFN,))
         self.model = model.eval().requires_grad_(False).to(device)
         self.tokenizer, self.name, self.device = tokenizer, name, torch.device(device)
         self.scoring, self.loss_on = scoring, loss_on
         self.max_length = min(max_length, model.config.max_position_embeddings)
-        self.ffn, self.layers = find_ffns(model, (GATED_FFN,))
         self.embedding_size = model.config.hidden_size
         self.padding = next(x for x in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if x is not None)
 
@@ -70,11 +71,13 @@ class DecoderSeed(Seed):
     @property
     def identity(self) -> dict:
         "What an embedding or an expert depends on: name, digests of weights, architecture and tokenizer, settings."
-        config = {key: value for key, value in self.model.config.to_dict().items()
-                  if key not in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")}
-        tokens = digest(json.loads(self.tokenizer.backend_tokenizer.to_str()))
-        return dict(name=self.name, weights=self._weights, architecture=digest(json.loads(json.dumps(config))),
-                    preprocessing=dict(tokenizer=tokens, max_length=self.max_length),
+        config = {key: value for key, value in self.model.config.to_dict().items() if key not in (
+                  "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache")}
+        config = json.loads(json.dumps(config | dict(kind=type(self.model).__name__)))
+        tokens = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        tokens |= dict(padding=None, truncation=None) # these two are what the latest call asked for
+        return dict(name=self.name, weights=self._weights, architecture=digest(config),
+                    preprocessing=dict(tokenizer=digest(tokens), max_length=self.max_length),
                     prompt=dict(scoring=self.scoring, loss_on=self.loss_on))
 
     @cached_property
@@ -87,20 +90,19 @@ class DecoderSeed(Seed):
     def encode(self,
         prompt: str,
         answer: str, # may be empty
+        ended: bool = False, # whether the end of text follows the answer
         ) -> tuple[list[int], list[int]]: # tokens of the prompt; tokens of the answer
         "The tokens of `prompt + answer`, at most `max_length`: first the prompt loses its beginning."
         encoded = self.tokenizer(prompt + answer, return_offsets_mapping=True)
         ids, ends = encoded["input_ids"], [end for start, end in encoded["offset_mapping"]]
         cut = next((i for i, end in enumerate(ends) if end > len(prompt)), len(ids))
-        question, reply = ids[:cut], ids[cut:]
-        if not len(reply): question = question[:len(question) - self._added_at_the_end(question)]
+        end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        if end and ids[-1:] == end: ids = ids[:-1] # some tokenizers add it
+        question, reply = ids[:cut], ids[cut:] + end * ended
         reply = reply[:self.max_length - min(len(question), self.max_length // 2)]
         over = len(question) + len(reply) - self.max_length
         start = int(question[:1] == [self.tokenizer.bos_token_id]) # a beginning of text stays
         return (question[:start] + question[start + over:] if over > 0 else question), reply
-
-    def _added_at_the_end(self, ids: list[int]) -> int:
-        return int(len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id)
 
     def batches(self,
         dataset: Dataset, # columns `prompt`, `answer` and `choices`, and either `label` or `class_name`
@@ -108,18 +110,17 @@ class DecoderSeed(Seed):
         batch_size: int = 128,
         shuffle_seed: int | None = None, # reshuffles every epoch from this seed; None keeps the order
         workers: int = 0, # not used: texts are tokenized here and now
-        ) -> torch.utils.data.DataLoader: # of dicts, int64: texts as `input_ids`, `attention_mask`, `labels` [B, T] (-100
-            # where nothing is predicted); `prompts` and `prompt_mask` [B, P]; `targets` [B]; `choices`, a list
+        ) -> torch.utils.data.DataLoader: # of dicts, int64: `input_ids`, `attention_mask` and `labels` [B, T] (-100 where
+            # nothing is predicted); `prompts` and `prompt_mask` [B, P]; `targets` [B]; `choices`, a list
         "Batches of tokenized samples. Raises `ValueError` for a class that is not in the label space."
-        end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         samples = []
         columns = (dataset[name] for name in ("prompt", "answer", "choices"))
         for prompt, answer, choices, target in zip(*columns, targets_in(label_space, dataset)):
-            question, reply = self.encode(prompt, answer)
-            reply = (reply + end)[:self.max_length - len(question)] if reply[-1:] != end else reply
-            hidden = question if self.loss_on == "all" else [-100] * len(question)
-            samples.append(dict(text=question + reply, labels=hidden + reply, prompt=self.encode(prompt, "")[0],
-                                target=target, choices=[(prompt, choice) for choice in choices]))
+            question, reply = self.encode(prompt, answer, ended=True)
+            labels = (question if self.loss_on == "all" else [-100] * len(question)) + reply
+            samples.append(dict(text=question + reply, labels=[-100] + labels[1:], # nothing precedes the first token
+                                prompt=self.encode(prompt, "")[0], target=target,
+                                choices=[(prompt, choice) for choice in choices]))
         def collate(part):
             column = lambda name: [sample[name] for sample in part]
             batch = dict(input_ids=_pad(column("text"), self.padding), labels=_pad(column("labels"), -100),
@@ -147,7 +148,7 @@ class DecoderSeed(Seed):
     def _logits(self, tower: nn.Module, ids: Tensor, mask: Tensor, last: int) -> Tensor:
         "What follows each of the last tokens, float32 [B, last, vocabulary]."
         ids, mask = ids.to(self.device), mask.to(self.device)
-        kept = torch.arange(ids.shape[1] - last, ids.shape[1], device=self.device) # a slice is slow: it is not contiguous
+        kept = torch.arange(ids.shape[1] - last, ids.shape[1], device=self.device) # a slice, not contiguous, is slow
         return tower(input_ids=ids, attention_mask=mask, position_ids=_positions(mask), use_cache=False,
                      logits_to_keep=kept).logits.float()
 
@@ -172,7 +173,6 @@ class DecoderSeed(Seed):
         ) -> tuple[list[int], list[int]]: # tokens that all begin with, such as a blank; the token that tells each
         "Raises `ValueError` for letters that differ in more than their last token."
         tokens = [self.encode("Answer:", f" {letter}")[1] for letter in letters]
-        tokens = [ids[:len(ids) - self._added_at_the_end(ids)] for ids in tokens]
         if odd := [letter for letter, ids in zip(letters, tokens) if ids[:-1] != tokens[0][:-1]]:
             raise ValueError(f"{odd[0]!r} and {letters[0]!r} differ in more than their last token in {self.name}: "
                              "choose scoring='text'.")
@@ -222,7 +222,8 @@ class DecoderSeed(Seed):
                    for key, value in model.state_dict().items()}
         model.save_pretrained(folder, state_dict=weights)
         self.tokenizer.save_pretrained(folder)
-        facts = dict(name=self.name, scoring=self.scoring, loss_on=self.loss_on, max_length=self.max_length)
+        facts = dict(name=self.name, scoring=self.scoring, loss_on=self.loss_on, max_length=self.max_length,
+                     dtype=str(self.model.dtype).removeprefix("torch.")) # that of computing
         Path(folder, FACTS).write_text(json.dumps(facts, indent=1) + "\n")
 
 def _positions(mask: Tensor) -> Tensor:

@@ -15,16 +15,19 @@ from importlib.machinery import PathFinder
 # %% ../nbs/25_register.ipynb #e838e720
 AUTO_CLASSES = "transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto"
 
+def _unfinished(name: str) -> bool:
+    "Whether a module is being imported right now."
+    return getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False)
+
 class _Note:
     "Waits in `sys.meta_path` for the Auto classes; removes itself once they know the unified model."
     def find_spec(self, name, path=None, target=None):
         spec = PathFinder.find_spec(name, path, target) if name in AUTO_CLASSES else None
         if spec is None: return None
-        execute = spec.loader.exec_module
+        execute, needed = spec.loader.exec_module, {*AUTO_CLASSES, "transformers.modeling_utils"} - {name}
         def exec_module(module):
             execute(module)
-            basis = getattr(sys.modules.get("transformers.modeling_utils"), "__spec__", None)
-            if self not in sys.meta_path or getattr(basis, "_initializing", False): return
+            if self not in sys.meta_path or any(map(_unfinished, needed)): return
             sys.meta_path.remove(self)
             try: import_module("harmomoe.language_model")
             except Exception as error:

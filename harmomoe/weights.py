@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from .decoder import FACTS, DecoderSeed
-from .images import require_hub
+from .images import hub_problem, require_hub
 from .seed import CONFIG, PAPER_PROMPT, VOCABULARY, ImageSeed, Seed
 
 # %% ../nbs/10_weights.ipynb #1da48071
@@ -95,35 +95,44 @@ def open_decoder(backbone: str, # "owner/name" on the hub, a folder, a GGUF file
     loss_on: str | None = None, # as in `DecoderSeed`; None is what was saved with the seed, or "answer"
     max_length: int | None = None, # tokens of a text; None is what was saved with the seed, or 512
     device: str = "cpu", # torch device
-    dtype: torch.dtype = torch.float32, # of the weights
+    dtype: torch.dtype | None = None, # of the weights; None is what was saved with the seed, or float32
     ) -> DecoderSeed:
     """Open a language model as a seed. Raises `ValueError` for a model that does not fit, `FileNotFoundError` for one
     that is not there or gated, and `ConnectionError` within seconds if it must be fetched and there is no hub."""
     file, folder = _gguf_file(backbone), Path(backbone)
-    cached = file is not None or folder.is_dir()
+    hub = file is None and not folder.is_dir()
     if file is not None and not file.is_file(): raise FileNotFoundError(f"there is no file {file}.")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no language model: config.json is missing.")
-    if not cached:
+    if hub:
         if backbone.count("/") != 1 or backbone.startswith((".", "/")):
             raise ValueError(f"backbone {backbone!r} is neither a folder, nor a .gguf file, nor 'smollm2', nor a model "
                              "on the Hugging Face hub (owner/name).")
         cached = isinstance(huggingface_hub.try_to_load_from_cache(backbone, "config.json"), str)
         require_hub(f"the language model {backbone}", cached)
-    where, only = (str(file.parent), dict(gguf_file=file.name)) if file else (backbone, dict(local_files_only=cached))
+    saved = json.loads((folder / FACTS).read_text()) if (folder / FACTS).is_file() else {}
+    where, named = (str(file.parent), dict(gguf_file=file.name)) if file else (backbone, {})
+    dtype = dtype or getattr(torch, saved.get("dtype", "float32"))
+    def read(local):
+        only = dict(local_files_only=local, **named)
+        model, info = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, output_loading_info=True, **only)
+        return model, info["missing_keys"], AutoTokenizer.from_pretrained(where, **only)
     try:
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **only)
-        tokenizer = AutoTokenizer.from_pretrained(where, **only)
+        try: model, missing, tokenizer = read(not hub or cached)
+        except OSError:
+            if not hub or not cached or hub_problem(): raise
+            model, missing, tokenizer = read(False) # a download that was interrupted goes on
     except ImportError as error: raise ValueError(f"{backbone} cannot be read: {_reason(error)}") from None
     except OSError as error:
         gated = (f" Accept its licence on https://huggingface.co/{backbone} and log in with `hf auth login`."
                  if "gated" in str(error) else "")
         raise FileNotFoundError(f"language model {backbone!r}: {_reason(error)}{gated}") from None
     except Exception as error: raise ValueError(f"{backbone} holds no language model: {_reason(error)}") from None
-    saved = json.loads((folder / FACTS).read_text()) if (folder / FACTS).is_file() else {}
+    if missing: raise ValueError(f"{backbone} lacks {len(missing)} weights, such as {min(missing)}.")
     name = saved.get("name", file.stem if file else backbone.rstrip("/").rpartition("/")[2])
     settings = dict(scoring=scoring, loss_on=loss_on, max_length=max_length)
-    chosen = {key: value or saved.get(key) for key, value in settings.items() if value or key in saved}
+    chosen = {key: saved.get(key) if value is None else value for key, value in settings.items()
+              if value is not None or key in saved}
     return DecoderSeed(_unpacked(model) if file else model, tokenizer, name, device=device, **chosen)
 
 # %% ../nbs/10_weights.ipynb #5660e026
@@ -143,13 +152,13 @@ def open_seed(backbone: str = "embedded", # "embedded", a folder, open_clip's "V
     missing file, and `ConnectionError` within seconds if weights must be fetched and the hub cannot be reached."""
     embedded = Path(str(files("harmomoe") / "data" / "seed"))
     folder = embedded if backbone == "embedded" else Path(backbone)
-    if reading and not _is_decoder(backbone):
+    name = backbone.replace("/", "-")
+    if reading and ((folder / CONFIG).is_file() or open_clip.get_model_config(name) is not None):
         raise ValueError(f"{', '.join(reading)}: only for language models, but {backbone} is none.")
     if (folder / CONFIG).is_file():
         if weights: raise ValueError(f"backbone {backbone!r} has its own weights; leave out weights={weights!r}.")
         seed = _folder_seed(folder, device)
     else:
-        name = backbone.replace("/", "-")
         if open_clip.get_model_config(name) is None:
             if _is_decoder(backbone):
                 if weights or prompt: raise ValueError(f"{backbone} is a language model: leave out weights and prompt.")
