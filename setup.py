@@ -10,7 +10,8 @@ config = ConfigParser(delimiters=("=",), interpolation=None)
 config.read(root / "settings.ini", encoding="utf-8")
 settings = config["DEFAULT"]
 
-notebooks = settings["notebooks_requirements"].split()
+extras = {name: settings[f"{name}_requirements"].split() for name in ("notebooks", "harness", "gguf", "dev")}
+extras["dev"] += extras["notebooks"] + extras["harness"]
 first, last = (int(settings[key].split(".")[1]) for key in ("min_python", "max_tested_python"))
 
 setup(
@@ -36,6 +37,6 @@ setup(
     package_data={"harmomoe": ["data/**"]},
     include_package_data=False,
     install_requires=settings["requirements"].split(),
-    extras_require={"notebooks": notebooks, "dev": notebooks + settings["dev_requirements"].split()},
+    extras_require=extras,
     entry_points={"nbdev": ["harmomoe = harmomoe._modidx:d"]},
 )

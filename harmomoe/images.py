@@ -191,8 +191,9 @@ def hub_problem(
     return f"{address[0]}:{address[1]} cannot be reached: {problem[0]}" if problem else None
 
 WAYS_ON = ("(1) connect to the network, or set HF_ENDPOINT to a mirror; (2) use files of your own: `-p weights FILE` "
-           "(open_clip's or OpenAI's layout) for a model, a folder per class or parquet for images; (3) leave the "
-           "setting out: the embedded seed and benchmark are the defaults and need no network")
+           "(open_clip's or OpenAI's) for an image model, `-p backbone FOLDER` for a language model, a folder per "
+           "class or parquet for images, parquet or JSON for texts; (3) for images, leave the setting out: the "
+           "embedded seed and benchmark need no network")
 
 def require_hub(
     what: str,  # what is to be fetched, for the error

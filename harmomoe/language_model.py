@@ -35,8 +35,8 @@ class HarmoMoEConfig(PreTrainedConfig):
         **others, # what every configuration has
         ):
         if not len(experts) == len(ranks) == len(scales):
-            raise ValueError(f"{len(experts)} experts need a rank and a scale each, but there are {len(ranks)} ranks and "
-                             f"{len(scales)} scales.")
+            raise ValueError(f"{len(experts)} experts need a rank and a scale each, but there are {len(ranks)} ranks "
+                             f"and {len(scales)} scales.")
         if text_config is None: text_config = dict(model_type="llama")
         if isinstance(text_config, dict):
             family = text_config.get("model_type", "llama")
@@ -44,6 +44,7 @@ class HarmoMoEConfig(PreTrainedConfig):
         self.text_config = text_config
         self.experts, self.ranks, self.scales = list(experts), list(ranks), list(scales)
         self.router = asdict(RouterSettings(**(router or {})))
+        others.setdefault("attn_implementation", text_config._attn_implementation) # or it would be reset there
         for name in ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"):
             others.setdefault(name, getattr(text_config, name, None))
         super().__init__(**others)
@@ -89,11 +90,17 @@ class HarmoMoEForCausalLM(PreTrainedModel, GenerationMixin):
             layer.router.active.fill_(True)
 
     @classmethod
-    def from_pretrained(cls, *arguments: Any, output_loading_info: bool = False, **others: Any):
-        "As every model's of `transformers`, but raises `ValueError` if a weight is missing."
-        model, report = super().from_pretrained(*arguments, output_loading_info=True, **others)
+    def from_pretrained(cls,
+        pretrained_model_name_or_path: Any, # a folder, or the name of a repository on the hub
+        *arguments: Any, # these and all others as for every model of `transformers`
+        output_loading_info: bool = False, # whether to return a report too
+        **others: Any,
+        ): # the model, in evaluation mode
+        "Open a saved model. Raises `ValueError` if a weight is missing."
+        where = pretrained_model_name_or_path
+        model, report = super().from_pretrained(where, *arguments, output_loading_info=True, **others)
         if missing := sorted(report["missing_keys"]):
-            raise ValueError(f"{arguments[0]} lacks {len(missing)} weights of the model, for example {missing[0]}: it is "
+            raise ValueError(f"{where} lacks {len(missing)} weights of the model, for example {missing[0]}: it is "
                              "damaged, or not the folder of a unified model.")
         model._start()
         return (model, report) if output_loading_info else model
@@ -101,6 +108,10 @@ class HarmoMoEForCausalLM(PreTrainedModel, GenerationMixin):
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict:
         "Weights that are one and the same; `transformers` itself looks only where word embeddings are tied."
         return super().get_expanded_tied_weights_keys(all_submodels) | (self._tied_weights_keys or {})
+
+    def resize_token_embeddings(self, *arguments: Any, **others: Any) -> nn.Module:
+        "For a vocabulary of another size."
+        return self.seed.resize_token_embeddings(*arguments, **others)
 
     def get_input_embeddings(self) -> nn.Module: return self.seed.get_input_embeddings()
     def set_input_embeddings(self, value: nn.Module) -> None: self.seed.set_input_embeddings(value)
@@ -125,8 +136,8 @@ class HarmoMoEForCausalLM(PreTrainedModel, GenerationMixin):
         if others.get("cu_seq_lens_q") is not None:
             raise ValueError("routing by context needs one text in a row, but several are packed into one: pad them.")
         return self.seed(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
-                         past_key_values=past_key_values, inputs_embeds=inputs_embeds, labels=labels, use_cache=use_cache,
-                         logits_to_keep=logits_to_keep, **others)
+                         past_key_values=past_key_values, inputs_embeds=inputs_embeds, labels=labels,
+                         use_cache=use_cache, logits_to_keep=logits_to_keep, **others)
 
 HarmoMoEConfig.register_for_auto_class()
 HarmoMoEForCausalLM.register_for_auto_class("AutoModelForCausalLM")

@@ -19,6 +19,13 @@ from .ffn import FFN
 from .router import Router
 
 # %% ../nbs/18_layer.ipynb #d6b3e987
+class _Factors(nn.ParameterDict):
+    "One side of all experts' factors. It is called, so that weights kept on disk or another device come along."
+    __call__ = nn.Module.__call__
+
+    def forward(self, dtype: torch.dtype) -> dict[str, Tensor]: # name of a linear map -> [R, its size]
+        return {name: factor.to(dtype) for name, factor in self.items()}
+
 class LowRankMoE(nn.Module):
     "A Mixture-of-Experts FFN whose experts share the seed's frozen FFN (Eq. 5)."
     context: Context | None = None # of the next pass, if somebody left one
@@ -37,8 +44,8 @@ class LowRankMoE(nn.Module):
         self.register_buffer("scale", scale.clone())
         linears = {name: getattr(ffn, name) for name in layout.linears}
         empty = lambda *size: nn.Parameter(torch.zeros(*size, device=owner.device))
-        self.a = nn.ParameterDict({name: empty(len(owner), linear.in_features) for name, linear in linears.items()})
-        self.b = nn.ParameterDict({name: empty(len(owner), linear.out_features) for name, linear in linears.items()})
+        self.a = _Factors({name: empty(len(owner), linear.in_features) for name, linear in linears.items()})
+        self.b = _Factors({name: empty(len(owner), linear.out_features) for name, linear in linears.items()})
 
     def forward(self, z: Tensor) -> Tensor: # [B, T, d] -> [B, T, d]
         context, self.context = self.context or Context(), None # it is that of one pass
@@ -46,7 +53,7 @@ class LowRankMoE(nn.Module):
         weights, scale = weights.to(z.dtype), self.scale.to(z.dtype)
         drop = lambda x: F.dropout(x, self.dropout, self.training)
         base = {name: getattr(self.ffn, name)(z) for name in self.layout.inner}
-        a, b = ({name: p.to(z.dtype) for name, p in table.items()} for table in (self.a, self.b))
+        a, b = self.a(z.dtype), self.b(z.dtype)
         low = {name: drop(z) @ a[name].T * scale for name in self.layout.inner}
         outer = getattr(self.ffn, self.layout.outer)
         h, h_low = 0., 0.

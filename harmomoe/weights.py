@@ -18,7 +18,7 @@ import open_clip
 import torch
 from open_clip.factory import load_state_dict
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from .decoder import FACTS, DecoderSeed
 from .images import hub_problem, require_hub
@@ -113,10 +113,11 @@ def open_decoder(backbone: str, # "owner/name" on the hub, a folder, a GGUF file
     saved = json.loads((folder / FACTS).read_text()) if (folder / FACTS).is_file() else {}
     where, named = (str(file.parent), dict(gguf_file=file.name)) if file else (backbone, {})
     dtype = dtype or getattr(torch, saved.get("dtype", "float32"))
+    kind = PreTrainedTokenizerFast if saved else AutoTokenizer # which may take that of the model's family instead
     def read(local):
         only = dict(local_files_only=local, **named)
         model, info = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, output_loading_info=True, **only)
-        return model, info["missing_keys"], AutoTokenizer.from_pretrained(where, **only)
+        return model, info["missing_keys"], kind.from_pretrained(where, **only)
     try:
         try: model, missing, tokenizer = read(not hub or cached)
         except OSError:

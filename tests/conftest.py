@@ -225,3 +225,60 @@ def run_cells():
             exec(compile(cell.source, str(notebook), "exec"), space)
         return space
     return run
+
+
+# ---- the same for text
+
+COLOURS, ANIMALS = "red blue green black white pink grey brown".split(), "dog cat cow hen pig fox owl bee".split()
+
+
+def _question(words, count, number, rng):
+    "A question with `count` choices of which one is named in the question; the prompt's length varies."
+    right, place = rng.choice(words), rng.randrange(count)
+    choices = rng.sample([word for word in words if word != right], count - 1)
+    choices.insert(place, right)
+    asked = " or ".join([f"number {number}"] * (1 + number % 3))
+    return dict(question=f"Which word of {asked} is {right}?", choices=choices, answer=place)
+
+
+@pytest.fixture(scope="session")
+def tiny_texts(tmp_path_factory):
+    """Files as `load_benchmark` reads them: pool `sayings` of 90 instructions, clients `colours` with 3 choices, in
+    parquet, and `animals` with 4, in JSON lines. No two rows are alike."""
+    import json
+    import random
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    folder, rng = tmp_path_factory.mktemp("texts"), random.Random(0)
+    numbers = iter(range(1000))
+    for split, size in (("train", 32), ("val", 9), ("test", 12)):
+        rows = [_question(COLOURS, 3, next(numbers), rng) for _ in range(size)]
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"colours_{split}.parquet")
+    for split, size in (("train", 24), ("dev", 8), ("test", 12)):
+        rows = [_question(ANIMALS, 4, next(numbers), rng) for _ in range(size)]
+        (folder / f"animals_{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sayings = []
+    for number in range(90):
+        one, two, three = rng.choices(COLOURS + ANIMALS, k=3)
+        context, said = "Use few words." if number % 3 else "", f"{three} " * (1 + number % 5)
+        sayings.append(dict(instruction=f"Say {one} and {two} {number}.", input=context, output=said))
+    (folder / "sayings.json").write_text(json.dumps(sayings))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_decoder(tiny_texts, tmp_path_factory):
+    "Folder of an untrained Llama of two layers with its tokenizer, called `tiny`, as `DecoderSeed.save` writes it."
+    import torch
+
+    from harmomoe.decoder import untrained_decoder
+    from harmomoe.domains import load_benchmark
+    torch.set_num_threads(1)
+    benchmark = load_benchmark(tiny_texts, "colours,animals", "sayings")
+    texts = [domain.train for domain in (benchmark.pool, *benchmark.clients)]
+    seed = untrained_decoder(texts, initializer_range=.2)      # so that scores and experts differ visibly
+    seed.name, folder = "tiny", tmp_path_factory.mktemp("decoders") / "tiny"
+    folder.mkdir()
+    seed.save(folder)
+    return folder
