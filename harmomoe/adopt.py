@@ -81,6 +81,6 @@ def adopt(expert: Expert, # from `read_adapter` or `read_checkpoint`
         name, samples = domain.name, len(domain.train)
         proxies, _ = select_stage(domain, seed, pool.train, embeddings, config, folder, workers)
         routing = client_routing(config.router.form, seed, load_expert(seed, own / ADAPTER), domain.train, None,
-                                 public_sample(pool, config), workers)
+                                 public_sample(pool, config), workers, config.router.context)
     settings = asdict(config) | dict(rank=expert.rank, alpha=expert.scale * expert.rank, expert="trained elsewhere")
     return write_bundle(folder / "bundle", name, own, routing, proxies, seed, samples, settings)

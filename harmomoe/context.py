@@ -1,4 +1,4 @@
-"""What a token can know of the company it keeps: the whole sequence, or what came before it
+"""What a token can know of the company it keeps: the whole sequence, what came before it, or the prompt
 
 Docs: https://harmomoe.github.io/harmomoe/context.html.md"""
 
@@ -9,7 +9,7 @@ __all__ = ['FORMS', 'REACHES', 'token_mean', 'token_spread', 'Context', 'share_c
 
 # %% ../nbs/07_context.ipynb #e1d6b717
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Callable
 
 import torch
 from torch import Tensor, nn
@@ -31,64 +31,85 @@ def token_spread(z: Tensor, # [B, T, d]
 FORMS = dict(mean=1, logistic=1, moments=2) # form of routing vectors -> statistics of the tokens that it looks at
 
 # %% ../nbs/07_context.ipynb #b0f7fe80
-REACHES = "sequence", "prefix"
+REACHES = "sequence", "prefix", "prompt"
 
 @dataclass
 class Context:
     "What a router knows of the sequences whose tokens it sees. Raises `ValueError` for an unknown reach."
     mask: Tensor | None = None # bool [B, T], True for real tokens; None if all are
-    reach: str = "sequence" # how far a token sees: "sequence", or "prefix" for itself and what came before
+    reach: str = "sequence" # how far a token sees: "sequence"; "prefix": itself and what came before; or the "prompt"
+    prompt: Tensor | None = None # bool [B, T], True for the prompt's tokens; None if all real ones are
     cache: Any = None # the `transformers` cache that holds the earlier tokens of these sequences
-    slot: int = 0 # layer of the cache that holds the running sums
+    slot: int = 0 # layer of the cache that holds running sums, or the prompt's mean
 
     def __post_init__(self):
-        if self.reach not in REACHES: raise ValueError(f"context {self.reach!r} is neither 'sequence' nor 'prefix'.")
+        if self.reach not in REACHES: raise ValueError(f"context {self.reach!r} is none of {', '.join(REACHES)}.")
 
     def mean(self, values: Tensor, # [B, T, E]
+        add: Callable[[Tensor | None], Tensor] | None = None, # mask -> [B, E], another statistic of the same tokens
         ) -> Tensor: # [B, T, E], or [B, 1, E] if it is the same for all tokens
-        "The mean that each token sees."
-        if self.reach == "sequence": return token_mean(values, self.mask)[:, None]
+        "The mean that each token sees. Raises `ValueError` if a prefix is asked for another statistic."
+        if self.reach == "prefix":
+            if add is not None:
+                raise ValueError("routing vectors of the form 'moments' need the whole sequence, or prompt: choose "
+                                 "'logistic' or 'mean' with context='prefix'.")
+            return self._running(values)
+        kept = None if self.reach == "sequence" or self.cache is None else self._kept()
+        if kept is not None and kept.get_seq_length(): mean = kept.keys[:, 0, -1:]
+        else:
+            mask = self.mask if self.reach == "sequence" or self.prompt is None else self.prompt
+            mean = token_mean(values, mask)[:, None]
+            if add is not None: mean = mean + add(mask)[:, None]
+        if kept is not None: # once for each token, so that it outlives cropping
+            kept.update(mean[:, None].expand(-1, -1, values.shape[1], -1), torch.empty_like(values[:, None, :, :0]))
+        return mean
+
+    def _running(self, values: Tensor) -> Tensor:
         mask = torch.ones_like(values[..., :1]) if self.mask is None else self.mask[..., None].to(values)
-        sums, counts = (values * mask).cumsum(1), mask.cumsum(1)
-        if self.cache is not None: sums, counts = self._continued(sums, counts)
+        sums, counts, tokens = (values * mask).cumsum(1), mask.cumsum(1), values.shape[1]
+        if self.cache is not None:
+            kept = self._kept()
+            if kept.get_seq_length(): sums, counts = sums + kept.keys[:, 0, -1:], counts + kept.values[:, 0, -1:]
+            keys, numbers = kept.update(sums[:, None], counts[:, None])
+            sums, counts = keys[:, 0, -tokens:], numbers[:, 0, -tokens:]
         return sums / counts.clamp(min=1)
 
-    def _continued(self, sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    def _kept(self) -> Any:
         from transformers.cache_utils import DynamicLayer
         while len(self.cache.layers) <= self.slot: self.cache.layers.append(DynamicLayer())
-        earlier, tokens = self.cache.layers[self.slot], sums.shape[1]
-        if earlier.get_seq_length():
-            sums, counts = sums + earlier.keys[:, 0, -1:], counts + earlier.values[:, 0, -1:]
-        keys, values = earlier.update(sums[:, None], counts[:, None])
-        return keys[:, 0, -tokens:], values[:, 0, -tokens:]
+        return self.cache.layers[self.slot]
 
-# %% ../nbs/07_context.ipynb #61157363
+# %% ../nbs/07_context.ipynb #2e67546d
 def _hand_down(model: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict]:
     mask = keywords.get("attention_mask", arguments[1] if len(arguments) > 1 else None)
-    if mask is None: return arguments, keywords
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
+    prompt = keywords.pop("prompt_mask", None)
+    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
         raise ValueError("routing by context needs the attention mask [B, T] that says which tokens are padding, "
                          "not one that is prepared for attention; leave cache_implementation out.")
     tokens = next(x for x in (keywords.get("input_ids"), keywords.get("inputs_embeds"), *arguments) if x is not None)
-    return arguments, keywords | dict(routing_mask=mask[:, -tokens.shape[1]:].bool())
+    parts = (None if part is None else part[:, -tokens.shape[1]:].bool() for part in (mask, prompt))
+    return arguments, keywords | dict(routing_masks=tuple(parts))
 
 class _Leave:
     "A hook on attention that leaves the context with the MoE layer beside it."
     def __init__(self, layer: nn.Module, reach: str, slot: int): self.layer, self.reach, self.slot = layer, reach, slot
 
     def __call__(self, attention: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict]:
-        mask, cache = keywords.pop("routing_mask", None), keywords.get("past_key_values")
+        (mask, prompt), cache = keywords.pop("routing_masks", (None, None)), keywords.get("past_key_values")
         if self.reach == "sequence" and cache is not None and cache.get_seq_length(attention.layer_idx):
             raise ValueError("with context='sequence' a token is routed by the whole sequence, which generation with a "
-                             "cache does not have. Unify with context='prefix', or generate with use_cache=False.")
-        self.layer.context = Context(mask, self.reach, cache, self.slot)
+                             "cache does not have. Unify with context='prefix' or 'prompt', or generate with "
+                             "use_cache=False.")
+        self.layer.context = Context(mask, self.reach, prompt, cache, self.slot)
         return arguments, keywords
 
 def share_context(model: nn.Module, # a causal language model of `transformers`, with MoE layers in place of FFNs
     paths: list[str], # module paths of the MoE layers, as in "model.layers.0.mlp"
-    reach: str = "sequence", # how far a token sees: "sequence" or "prefix"
+    reach: str = "sequence", # how far a token sees, as in `Context`
     ) -> None:
-    "From now on every pass of the model leaves a `Context` in the attribute `context` of each MoE layer."
+    """From now on every pass of the model leaves a `Context` in the attribute `context` of each MoE layer. The model
+    takes one more keyword, `prompt_mask`, bool [B, T], the tokens that a context of reach "prompt" is made of."""
+    model.base_model.context_reach = reach
     model.base_model.register_forward_pre_hook(_hand_down, with_kwargs=True)
     for slot, path in enumerate(paths, len(paths)): # the cache's first layers are attention's
         attention = model.get_submodule(f"{path.rpartition('.')[0]}.self_attn")

@@ -31,11 +31,6 @@ from .texts import LETTERS
 # %% ../nbs/09_decoder.ipynb #e7e39d1e
 FACTS = "harmomoe_seed.json"
 
-class _Texts(torch.utils.data.Dataset):
-    def __init__(self, samples): self.samples = samples
-    def __len__(self): return len(self.samples)
-    def __getitem__(self, i): return self.samples[i]
-
 def _pad(sequences: list[list[int]], value: int) -> Tensor:
     "int64 [n, T], padded on the left."
     longest = max(map(len, sequences))
@@ -113,8 +108,8 @@ class DecoderSeed(Seed):
         batch_size: int = 128,
         shuffle_seed: int | None = None, # reshuffles every epoch from this seed; None keeps the order
         workers: int = 0, # not used: texts are tokenized here and now
-        ) -> torch.utils.data.DataLoader: # of dicts, int64: `input_ids`, `attention_mask`, `labels` [B, T] (-100 where
-            # nothing is predicted); `prompts` and `prompt_mask` [B, P]; `targets` [B]; `choices`, a list
+        ) -> torch.utils.data.DataLoader: # of dicts, int64: `input_ids`, `attention_mask`, `asked` (1 in prompts) and
+            # `labels` (-100 where none) [B, T]; `prompts` and `prompt_mask` [B, P]; `targets` [B]; `choices`, a list
         "Batches of tokenized samples. Raises `ValueError` for a class that is not in the label space."
         samples = []
         columns = (dataset[name] for name in ("prompt", "answer", "choices"))
@@ -122,39 +117,43 @@ class DecoderSeed(Seed):
             if choices and answer and self.scoring == "text": answer = f" {choices[LETTERS.index(answer.strip())]}"
             question, reply = self.encode(prompt, answer, ended=True)
             labels = (question if self.loss_on == "all" else [-100] * len(question)) + reply
-            samples.append(dict(text=question + reply, labels=[-100] + labels[1:], # nothing precedes the first token
+            samples.append(dict(text=question + reply, asked=[1] * len(question) + [0] * len(reply),
+                                labels=[-100] + labels[1:], # nothing precedes the first token
                                 prompt=self.encode(prompt, "")[0], target=target,
                                 choices=[(prompt, choice) for choice in choices]))
         def collate(part):
             column = lambda name: [sample[name] for sample in part]
             batch = dict(input_ids=_pad(column("text"), self.padding), labels=_pad(column("labels"), -100),
+                         asked=_pad(column("asked"), 0),
                          attention_mask=_pad([[1] * len(text) for text in column("text")], 0),
                          prompts=_pad(column("prompt"), self.padding),
                          prompt_mask=_pad([[1] * len(prompt) for prompt in column("prompt")], 0),
                          targets=torch.tensor(column("target")))
             return batch | dict(choices=column("choices"))
         generator = None if shuffle_seed is None else torch.Generator().manual_seed(shuffle_seed)
-        return torch.utils.data.DataLoader(_Texts(samples), batch_size, shuffle=generator is not None,
+        return torch.utils.data.DataLoader(samples, batch_size, shuffle=generator is not None,
                                            generator=generator, collate_fn=collate)
 
-    def token_mask(self, batch: dict) -> Tensor:
-        "Which tokens are real, as bool [B, T]."
-        return batch["attention_mask"].bool().to(self.device)
+    def token_mask(self, batch: dict, reach: str = "sequence") -> Tensor:
+        "Which tokens form a context of this reach, as bool [B, T]: the real ones, or the prompt's."
+        return batch["asked" if reach == "prompt" else "attention_mask"].bool().to(self.device)
 
     def hidden(self, tower: nn.Module, batch: dict) -> Tensor:
         "The last hidden representation of each text, [B, d]: the mean over its tokens."
-        model = tower.get_base_model() if isinstance(tower, PeftModel) else tower
-        mask = batch["attention_mask"].to(self.device)
-        read = model.base_model(input_ids=batch["input_ids"].to(self.device), attention_mask=mask,
-                                position_ids=_positions(mask), use_cache=False)
-        return token_mean(read.last_hidden_state.float(), mask.bool())
+        inner = _inner(tower)
+        read = inner(**self._inputs(inner, batch["input_ids"], batch["attention_mask"], batch["asked"]))
+        return token_mean(read.last_hidden_state.float(), batch["attention_mask"].bool().to(self.device))
 
-    def _logits(self, tower: nn.Module, ids: Tensor, mask: Tensor, last: int) -> Tensor:
+    def _inputs(self, inner: nn.Module, ids: Tensor, mask: Tensor, asked: Tensor) -> dict:
+        mask = mask.to(self.device)
+        routed = dict(prompt_mask=asked.to(self.device)) if getattr(inner, "context_reach", None) == "prompt" else {}
+        return dict(input_ids=ids.to(self.device), attention_mask=mask, use_cache=False,
+                    position_ids=(mask.cumsum(1) - 1).clamp(min=0), **routed) # counted from the first real token
+
+    def _logits(self, tower: nn.Module, ids: Tensor, mask: Tensor, asked: Tensor, last: int) -> Tensor:
         "What follows each of the last tokens, float32 [B, last, vocabulary]."
-        ids, mask = ids.to(self.device), mask.to(self.device)
         kept = torch.arange(ids.shape[1] - last, ids.shape[1], device=self.device) # a slice, not contiguous, is slow
-        return tower(input_ids=ids, attention_mask=mask, position_ids=_positions(mask), use_cache=False,
-                     logits_to_keep=kept).logits.float()
+        return tower(**self._inputs(_inner(tower), ids, mask, asked), logits_to_keep=kept).logits.float()
 
     def _log_likelihoods(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         "Log likelihood of each sequence's labels and their number, [B] each."
@@ -167,7 +166,7 @@ class DecoderSeed(Seed):
         def mean_loss(tower, batch):
             ids, labels = batch["input_ids"], batch["labels"]
             last = min(int((labels != -100).sum(1).max()) + 1, ids.shape[1]) # the longest answer, and what precedes it
-            logits = self._logits(tower, ids, batch["attention_mask"], last)
+            logits = self._logits(tower, ids, batch["attention_mask"], batch["asked"], last)
             likelihood, count = self._log_likelihoods(logits, labels)
             return (-likelihood / count.clamp(min=1)).mean()
         return mean_loss
@@ -193,23 +192,23 @@ class DecoderSeed(Seed):
                 prompts = F.pad(batch["prompts"], (0, len(begin)))
                 mask = F.pad(batch["prompt_mask"], (0, len(begin)), value=1)
                 prompts[:, prompts.shape[1] - len(begin):] = torch.tensor(begin, dtype=torch.int64)
-                found = self._logits(tower, prompts, mask, 1)[:, -1, tokens]
+                found = self._logits(tower, prompts, mask, mask, 1)[:, -1, tokens]
             else: found = self._choice_scores(tower, batch["choices"], len(label_space))
             there = torch.arange(len(label_space), device=self.device) < counts[:, None]
             return found.masked_fill(~there, -torch.inf)
         return scores
 
-    def _choice_scores(self, tower: nn.Module, choices: list, columns: int) -> Tensor:
+    def _choice_scores(self, tower: nn.Module, choices: list, most: int) -> Tensor:
         "Log likelihood of each choice's text per character, [B, C]."
-        scores = torch.zeros(len(choices), columns, device=self.device)
+        scores = torch.zeros(len(choices), most, device=self.device)
         flat = [(row, column, pair) for row, pairs in enumerate(choices) for column, pair in enumerate(pairs)]
         for start in range(0, len(flat), len(choices)): # as many sequences at a time as the batch has samples
             part = flat[start:start + len(choices)]
             encoded = [self.encode(prompt, f" {choice}") for row, column, (prompt, choice) in part]
-            texts, replies = [question + reply for question, reply in encoded], [reply for question, reply in encoded]
-            labels = _pad([[-100] * len(question) + reply for question, reply in encoded], -100)
-            logits = self._logits(tower, _pad(texts, self.padding), _pad([[1] * len(t) for t in texts], 0),
-                                  max(map(len, replies)) + 1)
+            columns = ([q + r for q, r in encoded], [[1] * len(q + r) for q, r in encoded],
+                       [[1] * len(q) + [0] * len(r) for q, r in encoded], [[-100] * len(q) + r for q, r in encoded])
+            ids, mask, asked, labels = map(_pad, columns, (self.padding, 0, 0, -100))
+            logits = self._logits(tower, ids, mask, asked, max(len(r) for q, r in encoded) + 1)
             characters = torch.tensor([len(choice) for row, column, (prompt, choice) in part], device=self.device)
             rows, places, _ = zip(*part)
             scores[list(rows), list(places)] = self._log_likelihoods(logits, labels)[0] / characters
@@ -232,9 +231,9 @@ class DecoderSeed(Seed):
                      dtype=str(self.model.dtype).removeprefix("torch.")) # that of computing
         Path(folder, FACTS).write_text(json.dumps(facts, indent=1) + "\n")
 
-def _positions(mask: Tensor) -> Tensor:
-    "Position of each token, int64 [B, T], counted from the first real one."
-    return (mask.cumsum(1) - 1).clamp(min=0)
+def _inner(tower: nn.Module) -> nn.Module:
+    "What turns tokens into hidden representations."
+    return (tower.get_base_model() if isinstance(tower, PeftModel) else tower).base_model
 
 # %% ../nbs/09_decoder.ipynb #1f1f7d96
 def untrained_decoder(texts: list[Dataset], # columns `prompt` and `answer`: what its tokenizer is made from

@@ -26,9 +26,13 @@ class FFN:
         "All linear maps: the targets of LoRA."
         return *self.inner, self.outer
 
-CLIP_FFN = FFN(("c_fc",), "c_proj", lambda ffn, x: ffn.gelu(x))
-TIMM_FFN = FFN(("fc1",), "fc2", lambda ffn, x: ffn.norm(ffn.drop1(ffn.act(x))))
-GATED_FFN = FFN(("gate_proj", "up_proj"), "down_proj", lambda ffn, gate, up: ffn.act_fn(gate) * up)
+def _clip(ffn: nn.Module, x: Tensor) -> Tensor: return ffn.gelu(x)
+def _timm(ffn: nn.Module, x: Tensor) -> Tensor: return ffn.norm(ffn.drop1(ffn.act(x)))
+def _gated(ffn: nn.Module, gate: Tensor, up: Tensor) -> Tensor: return ffn.act_fn(gate) * up
+
+CLIP_FFN = FFN(("c_fc",), "c_proj", _clip)
+TIMM_FFN = FFN(("fc1",), "fc2", _timm)
+GATED_FFN = FFN(("gate_proj", "up_proj"), "down_proj", _gated)
 
 def find_ffns(model: nn.Module, # a Transformer
     layouts: tuple[FFN, ...], # FFN layouts to look for

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
@@ -118,6 +119,14 @@ class HarmoMoEForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> nn.Module: return self.seed.get_output_embeddings()
     def set_output_embeddings(self, value: nn.Module) -> None: self.seed.set_output_embeddings(value)
 
+    def prepare_inputs_for_generation(self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any,
+        ) -> dict:
+        "What the next pass gets; `generate` looks for these names. What is written does not belong to the prompt."
+        inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
+        if (prompt := inputs.get("prompt_mask")) is not None:
+            inputs["prompt_mask"] = F.pad(prompt, (0, kwargs["attention_mask"].shape[1] - prompt.shape[1]))
+        return inputs
+
     def forward(self,
         input_ids: Tensor | None = None, # int64 [B, T]
         attention_mask: Tensor | None = None, # [B, T + tokens in the cache], 0 for padding
@@ -127,6 +136,8 @@ class HarmoMoEForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None, # int64 [B, T], -100 where nothing is predicted
         use_cache: bool | None = None, # whether to return a cache
         logits_to_keep: int | Tensor = 0, # how many of the last tokens get logits; 0 for all
+        prompt_mask: Tensor | None = None, # [B, T], 1 for the prompt's tokens, for context="prompt" without a cache;
+            # None: where `labels` are -100, or else everywhere
         **others: Any, # whatever the seed's own `forward` takes
         ): # `CausalLMOutputWithPast`
         "The seed's forward pass, through the experts. Raises `ValueError` where a router cannot know its context."
@@ -135,6 +146,12 @@ class HarmoMoEForCausalLM(PreTrainedModel, GenerationMixin):
                              "or accelerate, or one alone.")
         if others.get("cu_seq_lens_q") is not None:
             raise ValueError("routing by context needs one text in a row, but several are packed into one: pad them.")
+        if self.config.router["context"] == "prompt":
+            if prompt_mask is None and labels is not None:
+                prompt_mask = (labels == -100) | (labels != -100).all(1, keepdim=True)
+            if prompt_mask is not None and attention_mask is not None:
+                prompt_mask = prompt_mask.bool() & attention_mask.bool()
+            others["prompt_mask"] = prompt_mask
         return self.seed(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
                          past_key_values=past_key_values, inputs_embeds=inputs_embeds, labels=labels,
                          use_cache=use_cache, logits_to_keep=logits_to_keep, **others)

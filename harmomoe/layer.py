@@ -77,13 +77,13 @@ class RouterSettings:
     shared_blend: bool = False # one lambda for all layers instead of one for each
     renormalise: bool = False # weights divided by their sum over the chosen experts
     initial: str = "mean" # routing vectors start as domain means, density ratios ("logistic", "moments"), or "random"
-    context: str = "sequence" # what a token's context is: "sequence" or, for text that is being written, "prefix"
+    context: str = "sequence" # of a token: the "sequence" or, for text that is being written, its "prefix" or "prompt"
 
     def __post_init__(self):
         if self.initial not in (*FORMS, "random"):
             raise ValueError(f"initial {self.initial!r} is none of {', '.join(FORMS)}, random.")
         if self.context not in REACHES:
-            raise ValueError(f"context {self.context!r} is neither 'sequence' nor 'prefix'.")
+            raise ValueError(f"context {self.context!r} is none of {', '.join(REACHES)}.")
         if self.context == "prefix" and FORMS[self.form] > 1:
             raise ValueError(f"initial={self.initial!r} needs the whole sequence: choose 'logistic' or 'mean' with "
                              "context='prefix'.")

@@ -7,7 +7,7 @@ Docs: https://harmomoe.github.io/harmomoe/relevance.html.md"""
 # %% auto #0
 __all__ = ['cached_embeddings', 'Relevance', 'linear_probe', 'relevance_figure', 'fine_tuned_classifier']
 
-# %% ../nbs/11_relevance.ipynb #49e082a5
+# %% ../nbs/11_relevance.ipynb #52a3fd5f
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from .core import seeded, stage
 from .domains import fingerprint
 from .seed import Seed, labelled, relabelled
 
-# %% ../nbs/11_relevance.ipynb #25bbe88d
+# %% ../nbs/11_relevance.ipynb #4bd342a4
 def cached_embeddings(seed: Seed, # the seed
     dataset: Dataset, # column `image`
     folder: str | Path, # folder of the cache entry; it is reused if data set and seed are the same
@@ -39,7 +39,7 @@ def cached_embeddings(seed: Seed, # the seed
     path = stage(folder, "embeddings", dict(data=fingerprint(dataset), seed=seed.identity), build)
     return np.load(path / "embeddings.npy", mmap_mode="r")
 
-# %% ../nbs/11_relevance.ipynb #37e92ae4
+# %% ../nbs/11_relevance.ipynb #4ce3063e
 @dataclass(frozen=True)
 class Relevance:
     "Relevance of every public sample to one client, with what is needed to judge it."
@@ -61,7 +61,7 @@ def _check(private: int, public: int) -> None:
         raise ValueError("relevance needs at least 10 private and 10 public samples, "
                          f"but there are {private} and {public}.")
 
-# %% ../nbs/11_relevance.ipynb #be12fada
+# %% ../nbs/11_relevance.ipynb #645d1724
 def linear_probe(private: np.ndarray, # float32 [n, d], seed embeddings of the client's samples
     pool: np.ndarray, # float32 [N, d], seed embeddings of the public pool
     negatives: int = 10_000, # how many public samples to train against
@@ -97,7 +97,7 @@ def linear_probe(private: np.ndarray, # float32 [n, d], seed embeddings of the c
     facts = dict(method="probe", auc=auc, log_loss=float(loss), C=penalty, negatives=len(chosen))
     return Relevance(scores, calibrated(logits[:len(private)]), facts)
 
-# %% ../nbs/11_relevance.ipynb #978ebe14
+# %% ../nbs/11_relevance.ipynb #321b9923
 def relevance_figure(relevance: dict[str, Relevance], # client name -> relevance
     n: int | None = None, # size of the candidate pool, to mark its smallest relevance
     ):
@@ -116,7 +116,7 @@ def relevance_figure(relevance: dict[str, Relevance], # client name -> relevance
     figure.tight_layout()
     return figure
 
-# %% ../nbs/11_relevance.ipynb #45f7ff9a
+# %% ../nbs/11_relevance.ipynb #d9bda233
 class _Classifier(nn.Module):
     def __init__(self, tower, width):
         super().__init__()

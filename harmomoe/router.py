@@ -44,13 +44,10 @@ class Router(nn.Module):
         "pi of Eq. 6; experts that are switched off get 0."
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         e, f = self.vectors.to(z.dtype).tensor_split([z.shape[-1]], dim=-1)
-        if f.shape[-1] and context.reach != "sequence":
-            raise ValueError("routing vectors of the form 'moments' need the whole sequence: choose 'logistic' or "
-                             "'mean' with context='prefix'.")
         logits = F.linear(z, e, None if self.biases is None else self.biases.to(z.dtype))
-        blend, mean = self.blend + (self.blend.clamp(0, 1) - self.blend).detach(), context.mean(logits)
-        if f.shape[-1]: mean = mean + (token_spread(z, context.mask) @ f.T)[:, None]
-        logits = (1 - blend) * logits + blend * mean
+        blend = self.blend + (self.blend.clamp(0, 1) - self.blend).detach()
+        spread = (lambda mask: token_spread(z, mask) @ f.T) if f.shape[-1] else None
+        logits = (1 - blend) * logits + blend * context.mean(logits, spread)
         return logits.masked_fill(~self.active, -torch.inf).softmax(-1)
 
     def forward(self,

@@ -31,6 +31,7 @@ def layer_means(seed: Seed, # gives batches and token masks
     batch_size: int = 256,
     workers: int = 0, # processes that decode images
     spread: bool = False, # append the standard deviation over tokens
+    reach: str = "sequence", # of the router's context: with "prompt" only the prompts' tokens count
     ) -> Tensor: # float32 [layers, n, d] or, with spread, [layers, n, 2 d]; on the CPU
     "Each sample's mean representation at the input of each FFN. `FloatingPointError` if one is not finite."
     means, state, statistics = [[] for _ in seed.layers], {}, (token_mean, token_spread)[:1 + spread]
@@ -42,7 +43,7 @@ def layer_means(seed: Seed, # gives batches and token masks
     handles = [tower.get_submodule(path).register_forward_pre_hook(hook(i)) for i, path in enumerate(seed.layers)]
     try:
         for batch in seed.batches(data, batch_size=batch_size, workers=workers):
-            state["mask"] = seed.token_mask(batch)
+            state["mask"] = seed.token_mask(batch, reach)
             seed.hidden(tower, batch)
     finally:
         for handle in handles: handle.remove()
@@ -138,9 +139,10 @@ def client_routing(form: str, # "mean", "logistic" or "moments"
     proxies: Dataset | None, # its proxies, or None; only the form "mean" uses them
     public: Dataset, # samples of the public pool; the form "mean" does not use them
     workers: int = 0, # processes that decode images
+    reach: str = "sequence", # of the router's context, as in `layer_means`
     ) -> RoutingVectors: # what the client sends
     "A client's routing vectors, from private data and proxies."
-    means = lambda tower, data: layer_means(seed, tower, data, workers=workers, spread=form == "moments")
+    means = lambda tower, data: layer_means(seed, tower, data, workers=workers, spread=form == "moments", reach=reach)
     _check_form(form)
     if form == "mean": return mean_routing(means(expert, expert_data(private, proxies)))
     negatives = torch.cat([means(tower, public) for tower in (expert, seed.tower)], 1)
@@ -150,8 +152,9 @@ def public_routing(form: str, # "mean", "logistic" or "moments"
     seed: Seed, # the shared seed
     public: Dataset, # samples of the public pool; only the form "mean" uses them
     workers: int = 0, # processes that decode images
+    reach: str = "sequence", # of the router's context, as in `layer_means`
     ) -> RoutingVectors: # e_0
     "The routing vectors of the seed's own expert."
     _check_form(form)
-    if form == "mean": return mean_routing(layer_means(seed, seed.tower, public, workers=workers))
+    if form == "mean": return mean_routing(layer_means(seed, seed.tower, public, workers=workers, reach=reach))
     return RoutingVectors(torch.zeros(len(seed.layers), FORMS[form] * seed.width), torch.zeros(len(seed.layers)), form)

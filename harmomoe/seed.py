@@ -86,8 +86,8 @@ class Seed:
         ) -> None:
         "Bring padding and caches to the routers, where there are any."
 
-    def token_mask(self, batch: dict) -> Tensor | None:
-        "Which tokens are real, as bool [B, T]; None if all are."
+    def token_mask(self, batch: dict, reach: str = "sequence") -> Tensor | None:
+        "Which tokens form a context of this reach, as bool [B, T]: the real ones, or the prompt's; None if all do."
         return None
 
     def loss(self, label_space: list[str]) -> Callable[[nn.Module, dict], Tensor]:

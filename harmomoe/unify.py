@@ -207,11 +207,11 @@ def run_client(domain: Domain, # the client's private data
     expert = expert_stage(domain, seed, pool, proxies, config, folder, workers, progress)
     def describe(partial):
         tower, (train, public) = load_expert(seed, expert / ADAPTER), _training_data(domain, proxies, pool, config)
-        client_routing(config.router.form, seed, tower, train, public, public_sample(pool, config),
-                       workers).save(partial)
+        client_routing(config.router.form, seed, tower, train, public, public_sample(pool, config), workers,
+                       config.router.context).save(partial)
     made = read_manifest(expert)
     described = dict(expert=digest([made["inputs"], made["files"]]), form=config.router.form,
-                     public_samples=config.public_samples, rng=config.rng)
+                     public_samples=config.public_samples, rng=config.rng, prompt=config.router.context == "prompt")
     routing = RoutingVectors.load(keep(folder, "routing", described, describe))
     return write_bundle(bundle or folder / "bundle", domain.name, expert, routing, proxies, seed, len(domain.train),
                         asdict(config))
@@ -226,7 +226,7 @@ def unify(bundles: list[Bundle], # one from each client
     ) -> tuple[UnifiedModel, dict]: # the model; `losses` by epoch, and `before` and `after`: Routing on the proxies
     "Merge the experts into one model and fine-tune it on the proxies (lines 13 to 18 of Algorithm 1)."
     check_bundles(bundles, config.router)
-    public = (public_routing(config.router.form, seed, public_sample(pool, config), workers)
+    public = (public_routing(config.router.form, seed, public_sample(pool, config), workers, config.router.context)
               if config.router.seed_expert else None)
     model = unite(seed, bundles, public, config.router, config.rng)
     union = pool.train.select(proxy_union(bundles))

@@ -115,7 +115,7 @@ def test_layer_means_with_spread_are_means_and_deviations_of_each_image(tiny):
 
 def test_layer_means_leave_padding_out(tiny, monkeypatch):
     real = torch.tensor([True, False, True, True, False])
-    monkeypatch.setattr(tiny.seed, "token_mask", lambda batch: real.expand(len(batch["images"]), 5))
+    monkeypatch.setattr(tiny.seed, "token_mask", lambda batch, reach: real.expand(len(batch["images"]), 5))
     z = entering(tiny, tiny.seed.tower, tiny.a.test)[:, :, real]
     assert close(layer_means(tiny.seed, tiny.seed.tower, tiny.a.test, 5).double(), z.mean(2))
     both = layer_means(tiny.seed, tiny.seed.tower, tiny.a.test, 5, spread=True)

@@ -185,7 +185,7 @@ WRONG = {
     "selection": (dict(selection="best"), ValueError, "selection is 'best', but must be one of"),
     "rank": (dict(rank=0), ValueError, "rank is 0, but must be positive"),
     "experts": (dict(top_k=9), ValueError, "top_k is 9, but must be 1 to 3"),
-    "context": (dict(context="suffix"), ValueError, "context 'suffix' is neither 'sequence' nor 'prefix'"),
+    "context": (dict(context="suffix"), ValueError, "context 'suffix' is none of sequence, prefix, prompt"),
     "spread of the past": (dict(context="prefix", router_initial="moments"), ValueError, "needs the whole sequence"),
     "backbone": (dict(backbone="smolm2"), ValueError, "'smolm2' is neither .* a language model on the Hugging"),
     "image model": (dict(backbone="embedded"), ValueError, "only for language models, but embedded is none"),

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")
 NAMES = [*METHODS, "expert:colours"]
 every_method = pytest.mark.parametrize("name", NAMES)
 CONTEXTS = [("sequence", "mean"), ("sequence", "logistic"), ("sequence", "moments"), ("prefix", "mean"),
-            ("prefix", "logistic")]
+            ("prefix", "logistic"), ("prompt", "mean"), ("prompt", "moments")]
 every_context = pytest.mark.parametrize("context, initial", CONTEXTS)
 LETTERS = ["A", "B", "C", "D"]
 

@@ -22,11 +22,11 @@ from ..unify import public_sample
 def train_on_all(domains, seed, pool, config, workers=0, progress=False) -> tuple[UnifiedModel, dict]:
     "One Mixture of Experts, trained on all private data."
     settings, public = config.router, public_sample(pool, config)
-    routings = [client_routing(settings.form, seed, seed.tower, domain.train, None, public, workers)
+    routings = [client_routing(settings.form, seed, seed.tower, domain.train, None, public, workers, settings.context)
                 for domain in domains]
     names, ranks = [domain.name for domain in domains], [config.rank] * len(domains)
     if settings.seed_expert:
-        routings = [public_routing(settings.form, seed, public, workers), *routings]
+        routings = [public_routing(settings.form, seed, public, workers, settings.context), *routings]
         names, ranks = ["seed", *names], [0, *ranks]
     model = UnifiedModel(seed, names, ranks, [config.alpha / config.rank] * len(names), settings)
     model.start_experts(config.dropout, config.rng)
