@@ -100,10 +100,10 @@ def test_with_a_cache_it_is_the_full_pass(family, pieces):
     dict(), dict(do_sample=True, top_k=20), dict(num_beams=3), dict(num_beams=3, do_sample=True)],
     ids=["greedy", "sampled", "beams", "sampled beams"])
 def test_it_writes_the_same_with_and_without_a_cache(family, how):
-    written = []
+    model, written = shared(family), []
     for use_cache in (True, False):
         torch.manual_seed(0)
-        written.append(shared(family).generate(TEXTS, attention_mask=LEFT, use_cache=use_cache, **WHOLE, **how))
+        written.append(model.generate(TEXTS, attention_mask=LEFT, use_cache=use_cache, **WHOLE, **how))
     assert torch.equal(*written)
 
 
