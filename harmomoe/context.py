@@ -88,7 +88,7 @@ def _hand_down(model: nn.Module, arguments: tuple, keywords: dict) -> tuple[tupl
                          "not one that is prepared for attention; leave cache_implementation out.")
     tokens = next(x for x in (keywords.get("input_ids"), keywords.get("inputs_embeds"), *arguments) if x is not None)
     parts = (None if part is None else part[:, -tokens.shape[1]:].bool() for part in (mask, prompt))
-    return arguments, keywords | dict(routing_masks=tuple(parts))
+    return arguments, {**keywords, "routing_masks": tuple(parts)}
 
 class _Leave:
     "A hook on attention that leaves the context with the MoE layer beside it."

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreT
 from .context import share_context
 from .ffn import GATED_FFN, find_ffns
 from .layer import LowRankMoE, RouterSettings, insert_experts
+from .router import Router
 
 # %% ../nbs/20_language_model.ipynb #7aba7c7e
 class HarmoMoEConfig(PreTrainedConfig):
@@ -85,10 +86,11 @@ class HarmoMoEForCausalLM(PreTrainedModel, GenerationMixin):
     def _start(self) -> None:
         "What no file holds: which parameters learn, and that all experts take part."
         self.seed.requires_grad_(False)
-        for layer in self.moe_layers:
-            for part in (layer.a, layer.b, layer.router): part.requires_grad_(True)
-            layer.router.blend.requires_grad_(self.config.router["learn_blend"])
-            layer.router.active.fill_(True)
+        for module in self.modules():
+            if isinstance(module, LowRankMoE): module.a.requires_grad_(True); module.b.requires_grad_(True)
+            if isinstance(module, Router):
+                module.requires_grad_(True).blend.requires_grad_(self.config.router["learn_blend"])
+                module.active.fill_(True)
 
     @classmethod
     def from_pretrained(cls,

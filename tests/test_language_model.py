@@ -35,6 +35,8 @@ LEFT = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])  # the first text has six toke
 WHOLE = dict(max_new_tokens=7, min_new_tokens=7)
 
 families = pytest.mark.parametrize("family", CONFIGS)
+compiles = pytest.mark.skipif(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7),
+                              reason="this torch cannot trace the decorators of transformers")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -533,6 +535,7 @@ def test_a_copy_has_its_own_context(copied):
                        shared().generate(TEXTS, attention_mask=LEFT, **WHOLE))
 
 
+@compiles
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_compiled_without_a_break(family):
     """The tracing is what can fail; what compilers make of it, the slow test below checks."""
@@ -542,6 +545,7 @@ def test_compiled_without_a_break(family):
     assert torch.equal(logits_of(compiled, use_cache=False), logits_of(model, use_cache=False))
 
 
+@compiles
 @pytest.mark.slow
 def test_compiled_with_a_cache_and_for_training():
     torch._dynamo.reset()
@@ -558,6 +562,7 @@ def test_compiled_with_a_cache_and_for_training():
     assert all(close(found[f"_orig_mod.{name}"], expected[name]) for name in expected)
 
 
+@compiles
 @pytest.mark.slow
 @families
 def test_compiled_by_inductor(family):
