@@ -125,8 +125,9 @@ class HarmoMoEForCausalLM(PreTrainedModel, GenerationMixin):
         ) -> dict:
         "What the next pass gets; `generate` looks for these names. What is written does not belong to the prompt."
         inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
-        if (prompt := inputs.get("prompt_mask")) is not None:
-            inputs["prompt_mask"] = F.pad(prompt, (0, kwargs["attention_mask"].shape[1] - prompt.shape[1]))
+        if (prompt := inputs.pop("prompt_mask", None)) is not None:
+            tokens = next(x for x in (inputs.get("input_ids"), inputs.get("inputs_embeds")) if x is not None).shape[1]
+            if tokens >= prompt.shape[1]: inputs["prompt_mask"] = F.pad(prompt, (0, tokens - prompt.shape[1]))
         return inputs
 
     def forward(self,

@@ -124,6 +124,13 @@ def test_with_the_prompt_as_context_the_cache_keeps_what_the_first_pass_found(fa
     assert not close(full[..., 3:], logits_of(model, cached, mask, use_cache=False)[..., 3:])  # there the answer counts
 
 
+def test_a_prompt_without_padding_is_the_same_with_and_without_a_cache():
+    model, mask = build(context="prompt"), torch.ones_like(TEXTS)  # which `generate` drops
+    cached, uncached = (model.generate(TEXTS, attention_mask=mask, prompt_mask=mask, use_cache=use_cache, **WHOLE)
+                        for use_cache in (True, False))
+    assert torch.equal(cached, uncached) and torch.equal(cached, model.generate(TEXTS, **WHOLE))
+
+
 def test_labels_tell_where_the_prompt_ends():
     model, labels = build(context="prompt"), TEXTS.clone()
     labels[:, :6] = -100
