@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 # %% ../nbs/07_context.ipynb #2713d59c
@@ -65,14 +66,14 @@ class Context:
         return mean
 
     def _running(self, values: Tensor) -> Tensor:
-        mask = torch.ones_like(values[..., :1]) if self.mask is None else self.mask[..., None].to(values)
-        sums, counts, tokens = (values * mask).cumsum(1), mask.cumsum(1), values.shape[1]
+        sums = F.pad(values, (0, 1), value=1.) # the last column counts the tokens
+        if self.mask is not None: sums = sums * self.mask[..., None]
+        sums = sums.cumsum(1)
         if self.cache is not None:
             kept = self._kept()
-            if kept.get_seq_length(): sums, counts = sums + kept.keys[:, 0, -1:], counts + kept.values[:, 0, -1:]
-            keys, numbers = kept.update(sums[:, None], counts[:, None])
-            sums, counts = keys[:, 0, -tokens:], numbers[:, 0, -tokens:]
-        return sums / counts.clamp(min=1)
+            if kept.get_seq_length(): sums = sums + kept.keys[:, 0, -1:]
+            kept.update(sums[:, None], sums[:, None, :, :0])
+        return sums[..., :-1] / sums[..., -1:].clamp(min=1)
 
     def _kept(self) -> Any:
         from transformers.cache_utils import DynamicLayer

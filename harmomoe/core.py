@@ -6,10 +6,10 @@ Docs: https://harmomoe.github.io/harmomoe/core.html.md"""
 
 # %% auto #0
 __all__ = ['MANIFEST', 'sha256_file', 'digest', 'digest_weights', 'atomic_directory', 'package_versions', 'write_manifest',
-           'read_manifest', 'stage', 'keep', 'seeded', 'check_parameters']
+           'read_manifest', 'stage', 'keep', 'shared_stage', 'seeded', 'faster_cpu', 'check_parameters']
 
 # %% ../nbs/00_core.ipynb #3bca72a7
-import ast, builtins, difflib, hashlib, json, os, random, shutil
+import ast, builtins, ctypes, difflib, hashlib, json, os, random, shutil
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Callable, Iterator
 
 import numpy as np
 import torch
+from filelock import FileLock
 
 # %% ../nbs/00_core.ipynb #24e13f04
 def sha256_file(path: str | Path, # a file
@@ -117,6 +118,11 @@ def read_manifest(directory: str | Path, # a folder that `write_manifest` descri
     return manifest
 
 # %% ../nbs/00_core.ipynb #a9920ac4
+def _is_current(path: Path, kind: str, inputs: dict) -> bool:
+    "Whether a whole artefact of this kind, made from these inputs, is there."
+    try: return digest(read_manifest(path, kind)["inputs"]) == digest(inputs)
+    except (FileNotFoundError, ValueError): return False
+
 def stage(path: str | Path, # folder of the artefact
     kind: str, # what it is, such as "expert"
     inputs: dict, # everything that its content depends on (JSON values)
@@ -126,10 +132,7 @@ def stage(path: str | Path, # folder of the artefact
     """Build an artefact unless a current one exists: same kind, same inputs, no file changed. Raises `TypeError` before
     the build for inputs that JSON cannot hold."""
     path, inputs = Path(path), json.loads(json.dumps(inputs)) # as the manifest will give them back
-    if not force and path.exists():
-        try: manifest = read_manifest(path, kind)
-        except (FileNotFoundError, ValueError): manifest = None
-        if manifest and digest(manifest["inputs"]) == digest(inputs): return path
+    if not force and _is_current(path, kind, inputs): return path
     with atomic_directory(path) as partial:
         facts = build(partial) or {}
         write_manifest(partial, kind, inputs, **facts)
@@ -143,7 +146,21 @@ def keep(folder: str | Path, # where all versions of the artefact are
     "As `stage`, but versions made from other inputs stay beside it, so that changing a setting back costs nothing."
     return stage(Path(folder, f"{kind}-{digest(json.loads(json.dumps(inputs)))[:12]}"), kind, inputs, build)
 
-# %% ../nbs/00_core.ipynb #941f1318
+def shared_stage(path: str | Path, # folder of the artefact
+    kind: str, # what it is, such as "embeddings"
+    inputs: dict, # everything that its content depends on (JSON values)
+    build: Callable[[Path], dict | None], # fills the folder it is given; may return facts for the manifest
+    ) -> Path: # `path`, holding a verified artefact
+    "As `stage`, for an artefact that several processes may want at once: one builds it, the others wait for it."
+    path, inputs = Path(path), json.loads(json.dumps(inputs))
+    if not _is_current(path, kind, inputs): # which may be in a folder that cannot be written to
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.parent / f".{path.name}.lock"
+        with FileLock(lock): stage(path, kind, inputs, build)
+        lock.unlink(missing_ok=True) # whoever waits on it finds the artefact
+    return path
+
+# %% ../nbs/00_core.ipynb #b971d378
 @contextmanager
 def seeded(seed: int, # 0 to 2**32 - 1
     ) -> Iterator[None]:
@@ -154,7 +171,21 @@ def seeded(seed: int, # 0 to 2**32 - 1
         try: yield
         finally: random.setstate(states[0]); np.random.set_state(states[1])
 
-# %% ../nbs/00_core.ipynb #05c02c98
+# %% ../nbs/00_core.ipynb #8ab08e03
+def faster_cpu() -> bool: # whether products are oneDNN's now
+    """Make float32 models faster in this process, for work on a CPU: products of matrices by oneDNN where they remain
+    as exact, unfused attention with them, and no memory given back between layers."""
+    try: [ctypes.CDLL(None).mallopt(option, 1 << 30) for option in (-1, -3)] # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+    except (AttributeError, OSError, TypeError): pass # not glibc
+    before = torch.get_float32_matmul_precision()
+    factors = torch.randn(2, 512, 512, generator=torch.Generator().manual_seed(0))
+    exact = factors[0].double() @ factors[1].double()
+    torch.set_float32_matmul_precision("medium")
+    if (factors[0] @ factors[1] - exact).abs().max() > 1e-3: torch.set_float32_matmul_precision(before); return False
+    torch.backends.cuda.enable_flash_sdp(False) # the name is historical: it holds for the CPU too
+    return True
+
+# %% ../nbs/00_core.ipynb #0e93c94a
 def _assigned(source: str) -> dict: # name -> (value, type)
     found = {}
     for node in ast.parse(source).body:

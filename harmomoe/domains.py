@@ -9,7 +9,7 @@ __all__ = ['SPLITS', 'SAMPLE_LAYOUT', 'Domain', 'Benchmark', 'stratified_sample'
            'split_alias', 'load_domain', 'list_domains', 'load_benchmark', 'fingerprint']
 
 # %% ../nbs/03_domains.ipynb #750f843c
-import hashlib, json, os, re
+import hashlib, json, os, re, weakref
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -233,11 +233,7 @@ def _text_fingerprint(dataset: Dataset) -> str:
     for row in rows: total.update(json.dumps(row, sort_keys=True).encode())
     return total.hexdigest()
 
-def fingerprint(
-    dataset: Dataset,  # a split of a `Domain`
-    content: bool = False,  # read the files of path-backed rows, instead of taking their path and size
-) -> str:  # sha256, 64 hexadecimal digits
-    "Identifies class names, labels and encoded images or texts, in their order; nothing is decoded."
+def _read_fingerprint(dataset: Dataset, content: bool) -> str:
     if _is_text(dataset.features): return _text_fingerprint(dataset)
     rows = dataset.select_columns(["image", "label"]).cast_column("image", Image(decode=False))
     total, paths = hashlib.sha256(json.dumps(dataset.features["label"].names).encode()), []
@@ -251,3 +247,13 @@ def fingerprint(
         root = os.path.commonpath([os.path.dirname(path) for path in (min(paths), max(paths))])
         for path in paths: total.update(json.dumps([os.path.relpath(path, root), os.path.getsize(path)]).encode())
     return total.hexdigest()
+
+_FINGERPRINTS = weakref.WeakKeyDictionary()  # data set -> {content: fingerprint}, as long as the data set lives
+def fingerprint(
+    dataset: Dataset,  # a split of a `Domain`
+    content: bool = False,  # read the files of path-backed rows, instead of taking their path and size
+) -> str:  # sha256, 64 hexadecimal digits
+    "Identifies class names, labels and encoded images or texts, in their order; nothing is decoded."
+    known = _FINGERPRINTS.setdefault(dataset, {})
+    if content not in known: known[content] = _read_fingerprint(dataset, content)
+    return known[content]

@@ -10,6 +10,7 @@ __all__ = ['SEEN', 'PAPER_PROMPT', 'CONFIG', 'WEIGHTS', 'VOCABULARY', 'relabelle
 
 # %% ../nbs/08_seed.ipynb #d723c18f
 import copy, json, shutil
+from functools import cached_property
 from pathlib import Path
 from typing import Callable
 
@@ -70,6 +71,7 @@ class Seed:
     ffn: FFN # the layout of its FFNs
     layers: list[str] # module path in the tower of each layer's FFN, first layer first
     embedding_size: int # d of `hidden`
+    embeds_in: torch.dtype | None = None # what `embed` computes in, such as torch.bfloat16; None is the weights' own
 
     @property
     def width(self) -> int:
@@ -100,12 +102,13 @@ class Seed:
         dataset: Dataset, # columns of `SEEN`
         batch_size: int = 256,
         workers: int = 0, # processes that decode images
-        progress: bool = False, # show a progress bar
+        progress: str = "", # label of the progress bar; empty for none
         ) -> Tensor: # float32 [n, d], in the order of the data set, on the CPU
-        "Embed every sample with the seed as it is."
+        "Embed every sample with the seed as it is, computed in `embeds_in`."
+        tower = self.tower if self.embeds_in is None else self.new_tower().to(self.embeds_in)
         loader = self.batches(dataset, batch_size=batch_size, workers=workers)
-        shown = tqdm(loader, desc=f"embedding {len(dataset)} samples", disable=not progress)
-        return torch.cat([self.hidden(self.tower, batch).float().cpu() for batch in shown])
+        shown = tqdm(loader, desc=progress, disable=not progress)
+        return torch.cat([self.hidden(tower, batch).float().cpu() for batch in shown])
 
 # %% ../nbs/08_seed.ipynb #a34e0283
 class _Images(torch.utils.data.Dataset):
@@ -178,8 +181,11 @@ class ImageSeed(Seed):
     def identity(self) -> dict:
         "What an embedding or an expert depends on: name, digests of weights and architecture, preprocessing, prompt."
         preprocessing = json.loads(json.dumps(self.preprocess_config)) # tuples become lists, as in a manifest
-        return dict(name=self.name, weights=digest_weights(self.clip), architecture=digest(self.config),
+        return dict(name=self.name, weights=self._weights, architecture=digest(self.config),
                     preprocessing=preprocessing, prompt=self.prompt)
+
+    @cached_property
+    def _weights(self) -> str: return digest_weights(self.clip) # which takes long, and they are frozen
 
     def batches(self,
         dataset: Dataset, # columns `image` and either `label` or `class_name`
@@ -199,8 +205,8 @@ class ImageSeed(Seed):
                                            collate_fn=collate, num_workers=workers)
 
     def hidden(self, tower: nn.Module, batch: dict) -> Tensor:
-        "The last hidden representation of each sample, float32 [B, d]: for CLIP the image embedding."
-        return tower(batch["images"].to(self.device))
+        "The last hidden representation of each sample, [B, d] in the tower's type: for CLIP the image embedding."
+        return tower(batch["images"].to(self.device, next(tower.parameters()).dtype))
 
     def label_features(self, label_space: tuple[str, ...]) -> Tensor:
         "Unit-norm text features of the class prompts, float32 [C, d]."

@@ -210,19 +210,26 @@ def unite_with(tiny, tiny_public):
 def run_cells():
     """A function (notebook, parameters) that runs a notebook's code cells here, as papermill would in a kernel.
 
-    Papermill itself injects the parameters. Being in this process, a test can replace what the notebook calls."""
+    Papermill itself injects the parameters. Being in this process, a test can replace what the notebook calls; what
+    `faster_cpu` changed there is changed back, so that other tests in this process get the same numbers as before."""
     import matplotlib
+    import torch
     from papermill.iorw import load_notebook_node
     from papermill.parameterize import parameterize_notebook
 
     def run(notebook: Path, parameters: dict) -> dict:
         matplotlib.use("agg")
+        precision, flash = torch.get_float32_matmul_precision(), torch.backends.cuda.flash_sdp_enabled()
         cells = parameterize_notebook(load_notebook_node(str(notebook)), parameters).cells
         space = {"__name__": "__main__", "In": [""]}
-        for cell in cells:
-            if cell.cell_type != "code": continue
-            space["In"].append(cell.source)
-            exec(compile(cell.source, str(notebook), "exec"), space)
+        try:
+            for cell in cells:
+                if cell.cell_type != "code": continue
+                space["In"].append(cell.source)
+                exec(compile(cell.source, str(notebook), "exec"), space)
+        finally:
+            torch.set_float32_matmul_precision(precision)
+            torch.backends.cuda.enable_flash_sdp(flash)
         return space
     return run
 

@@ -156,6 +156,7 @@ def test_attention_is_refused_ignored_or_averaged(seed, foreign):
     assert sorted(set(ignored.account.values())) == ["ignored", "used"] and len(ignored.account) == 14
     kept = read_adapter(folder, seed, "average")
     assert kept.lost == 0 and len(kept.others) == 8
+    assert seed.identity  # whose digest is kept from now on, and must not pass to the copy
     changed, (alone,) = average_others(seed, [kept])
     assert torch.allclose(logits(merged(changed, alone)), logits(model), atol=1e-4)
     assert changed.identity["weights"] != seed.identity["weights"] and not alone.others

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from harmomoe.dpp import METHODS, brute_force, greedy_map, log_det, residual_floor, unit_rows, weighted_kernel
+from harmomoe import bounds
+from harmomoe.dpp import (METHODS, brute_force, greedy_map, greedy_map_partitioned, log_det, residual_floor, unit_rows,
+                          weighted_kernel)
 
 EVERY = [*METHODS, "auto"]
 
@@ -96,7 +98,7 @@ def test_ties_duplicates_zeros_and_rank_against_exact_arithmetic(method):
     assert short > 20
 
 
-@pytest.mark.parametrize("method", ["kernel", "features"])
+@pytest.mark.parametrize("method", ["kernel", "features", "lazy"])
 def test_steep_spectrum_against_extended_precision(method):
     "Residuals fall from 1 to the floor, as they do on real embeddings; the reference is Gram-Schmidt in long double."
     for seed in range(3):
@@ -214,11 +216,14 @@ def test_torch_input(dtype):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_input():
     features, relevance = torch.randn(50, 24).cuda(), torch.rand(50).cuda()
-    assert np.array_equal(greedy_map(features, relevance, 20)[0], greedy_map(features.cpu(), relevance.cpu(), 20)[0])
+    for method in ("auto", "lazy"):
+        there, here = (greedy_map(x, y, 20, method)[0] for x, y in [(features, relevance),
+                                                                    (features.cpu(), relevance.cpu())])
+        assert np.array_equal(there, here)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("method", ["kernel", "features"])
+@pytest.mark.parametrize("method", ["kernel", "features", "lazy"])
 def test_rank_is_found_in_every_stored_type(dtype, method):
     for seed in range(4):
         rng = np.random.default_rng(seed)
@@ -276,3 +281,89 @@ GOOD = dict(features=np.eye(4), relevance=np.ones(4), m=2)
 ])
 def test_bad_input_is_one_clear_error(change, error, message):
     with pytest.raises(error, match=message): greedy_map(**{**GOOD, **change})
+
+
+@pytest.fixture
+def few_hot(monkeypatch):
+    "So few hot rows, and such small tiles, that pools of a test need many rounds, tiles and chunks."
+    for name, value in dict(HOT=4, MOST=16, CHUNK=3, TILE=8, BLOCK=16).items(): monkeypatch.setattr(bounds, name, value)
+
+
+def test_lazy_equals_naive_in_many_small_pools(few_hot):
+    "Generic, repeated, tied and rank-deficient pools, stored in every type, relevance from 1e-200 to 1e150."
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        n, d = int(rng.integers(5, 90)), int(rng.integers(1, 24))
+        features = rng.standard_normal((n, d))
+        if seed % 3 == 1: features = features[rng.integers(0, n, n)] * rng.uniform(0.1, 9, (n, 1))
+        if seed % 3 == 2: features = rng.standard_normal((n, 3)) @ rng.standard_normal((3, d))
+        dtype = [torch.float64, torch.float32, torch.float16, torch.bfloat16][seed % 4]
+        features = torch.from_numpy(features).to(dtype)
+        relevance = [rng.uniform(0, 1, n), rng.choice([0.0, 0.5, 1.0], n), np.ones(n),
+                     10 ** rng.uniform(-200, 150, n)][seed // 4 % 4]
+        relevance[0] = max(relevance[0], 1e-3)
+        m = int(rng.integers(1, n + 1))
+        items, gains = quiet(features, relevance, m, "lazy")
+        expected, expected_gains = quiet(features, relevance, m, "naive")
+        assert np.array_equal(items, expected), seed
+        np.testing.assert_allclose(gains, expected_gains, rtol=1e-12, atol=1e-6)
+        assert len(set(items)) == len(items)
+
+
+@pytest.mark.parametrize("clusters", [0, 60])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_lazy_equals_features_on_larger_pools(clusters, dtype):
+    rng = np.random.default_rng(clusters)
+    features, relevance = rng.standard_normal((12_000, 64)), np.ones(12_000)
+    if clusters:
+        features = 0.5 * features + rng.standard_normal((clusters, 64))[rng.integers(0, clusters, 12_000)]
+        features[7_000:9_000] = features[:2_000]                                   # exact copies
+        relevance = rng.beta(1, 4, 12_000)
+        relevance[7_000:9_000] = relevance[:2_000]
+    features = features.astype(dtype)
+    items, gains = greedy_map(features, relevance, 60, "lazy")
+    expected, expected_gains = greedy_map(features, relevance, 60, "features")
+    assert np.array_equal(items, expected)
+    np.testing.assert_allclose(gains, expected_gains, rtol=0, atol=1e-9)
+
+
+def test_lazy_reads_a_mapped_file_and_scales_rows_beyond_float32(tmp_path):
+    rng = np.random.default_rng(0)
+    features, relevance = rng.standard_normal((5_000, 32)), rng.uniform(0.1, 1, 5_000)
+    np.save(tmp_path / "pool.npy", features.astype(np.float32))
+    mapped = np.load(tmp_path / "pool.npy", mmap_mode="r")
+    expected = greedy_map(np.array(mapped), relevance, 30, "features")[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.array_equal(greedy_map(mapped, relevance, 30)[0], expected)
+    scaled = features * 10.0**rng.uniform(-200, 200, (5_000, 1))
+    assert np.array_equal(greedy_map(scaled, relevance, 30, "lazy")[0], greedy_map(features, relevance, 30, "lazy")[0])
+
+
+def test_lazy_keeps_its_picks_when_products_are_coarse(monkeypatch):
+    rng = np.random.default_rng(1)
+    features, relevance = rng.standard_normal((6_000, 32)), rng.beta(1, 3, 6_000)
+    expected = greedy_map(features, relevance, 30, "features")[0]
+    exact = bounds.Rows.float32
+    def coarse(rows, ids):
+        values, factor = exact(rows, ids)
+        return values.bfloat16().float(), factor
+    monkeypatch.setattr(bounds.Rows, "float32", coarse)
+    assert np.array_equal(greedy_map(features, relevance, 30, "lazy")[0], expected)
+
+
+def test_lazy_takes_ties_by_the_thousand_in_order():
+    assert greedy_map(np.tile(np.eye(40), (300, 1)), None, 40, "lazy")[0].tolist() == list(range(40))
+
+
+def test_partitioned_is_no_worse_than_the_best_part():
+    rng = np.random.default_rng(2)
+    features, relevance = rng.standard_normal((90, 20)), rng.uniform(0.1, 1, 90)
+    parts, weights = np.split(features, 3), np.split(relevance, 3)
+    items, gains = greedy_map_partitioned(parts, weights, 12)
+    assert len(set(items)) == 12
+    assert abs(gains.sum() - log_det(weighted_kernel(features, relevance)[np.ix_(items, items)])) < 1e-9
+    assert gains.sum() >= max(greedy_map(*part, 12)[1].sum() for part in zip(parts, weights))
+    one = greedy_map_partitioned([features], [relevance], 12)[0]
+    assert np.array_equal(one, greedy_map(features, relevance, 12)[0])
+    with pytest.raises(ValueError, match="3 parts, 2 arrays"): greedy_map_partitioned(parts, weights[:2], 12)

@@ -20,7 +20,8 @@ from harmomoe.experts import Training, expert_data, load_expert, train, train_ex
 from harmomoe.finetune import finetune, observe_routing, proxy_union
 from harmomoe.layer import RouterSettings
 from harmomoe.moe import UnifiedModel, load_model, save_model
-from harmomoe.relevance import cached_embeddings, fine_tuned_classifier, linear_probe
+from harmomoe.embeddings import cached_embeddings
+from harmomoe.relevance import fine_tuned_classifier, linear_probe
 from harmomoe.context import FORMS
 from harmomoe.routing import FILE as ROUTING
 from harmomoe.seed import Model, labelled
@@ -510,10 +511,12 @@ def test_dropout_of_a_new_model_waits_for_training(unite_with, tiny):
     assert not close(embed(tiny.seed, model.tower, tiny.a.test), before)
 
 
+@pytest.mark.parametrize("tokens", [(1, 1), (3, 5), (16, 9)], ids=str)
 @pytest.mark.parametrize("settings", EVERY, ids=NAMES)
-def test_layer_is_the_weighted_sum_of_dense_experts(settings, unite_with, tiny):
+def test_layer_is_the_weighted_sum_of_dense_experts(settings, tokens, unite_with, tiny):
     model = unite_with(**settings)
-    z = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0))
+    for layer in model.layers: layer.tile = 50                # so that many tokens, which go in groups, are several tiles
+    z = torch.randn(*tokens, 64, generator=torch.Generator().manual_seed(0))
     for path, layer in zip(tiny.seed.layers, model.layers):
         ffns = [tiny.seed.tower.get_submodule(path)] * settings.get("seed_expert", True)
         ffns += [load_expert(tiny.seed, bundle.folder / "adapter").get_submodule(path) for bundle in tiny.bundles]

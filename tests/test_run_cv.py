@@ -127,6 +127,9 @@ def test_figures_and_numbers_are_written(finished):
     sets = {(name, method) for name in DOMAINS for method in ("random", "similarity", "dpp")}
     assert {(row[0], row[1]) for row in diversity[1:]} == sets
     assert [row[0] for row in csv.reader((folder / "speed.csv").open())] == ["model", "seed", "harmomoe"]
+    stages = list(csv.DictReader((folder / "stages.csv").open()))
+    assert [int(row["samples"]) for row in stages if row["stage"] == "embedding the pool"] == [90]
+    assert abs(sum(float(row["share, %"]) for row in stages) - 100) < 1e-6
 
 
 def test_model_opens_and_scores_what_the_table_says(finished, tiny_benchmark):
@@ -179,7 +182,7 @@ def test_second_run_trains_and_measures_nothing_and_gives_the_same_table(again, 
 
 @pytest.mark.parametrize("changes, again_too", [
     (dict(finetune_epochs=0, top_k=2, seed_expert=False, shared_blend=True), ()),
-    (dict(router_initial="logistic"), [f"clients/{name}/routing" for name in DOMAINS])], ids=["server", "routing"])
+    (dict(router_initial="logistic"), ["clients/means", *(f"clients/{name}/routing" for name in DOMAINS)])], ids=["server", "routing"])
 def test_run_with_another_router_reuses_the_experts(changes, again_too, again, parameters, run_cells, monkeypatch):
     monkeypatch.setattr(harmomoe.unify, "train_expert", forbidden)
     before = stamps(again)

@@ -86,8 +86,8 @@ def test_table_has_a_row_a_method_a_column_a_domain_and_the_models_numbers(ran, 
 
 def test_picture_and_speeds_are_written_and_nothing_outside_the_folder(ran):
     folder, _ = ran
-    assert {path.name for path in folder.iterdir() if path.is_file()} == {"routing.png", "speed.csv", "table.csv",
-                                                                         "table.json", "table.md"}
+    assert {path.name for path in folder.iterdir() if path.is_file()} == {"routing.png", "speed.csv", "stages.csv",
+                                                                         "table.csv", "table.json", "table.md"}
     assert min(Image.open(folder / "routing.png").size) > 50
     assert [row[0] for row in csv.reader((folder / "speed.csv").open())] == ["model", "seed", "harmomoe"]
     assert [path.name for path in folder.parent.iterdir()] == ["out"]

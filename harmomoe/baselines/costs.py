@@ -21,8 +21,9 @@ from . import models
 from .compare import Row, Source, find_method
 from .method import bytes_sent, run_clients, run_server
 from ..domains import fingerprint
+from ..embeddings import cached_embeddings
 from ..proxies import select_proxies
-from ..relevance import Relevance, cached_embeddings
+from ..relevance import Relevance
 from ..unify import Config
 
 # %% ../../nbs/baselines/12_costs.ipynb #cdf2590e

@@ -25,7 +25,7 @@ from ..experts import train, union_label_space
 from ..finetune import finetune, proxy_union
 from ..layer import RouterSettings
 from ..moe import UnifiedModel, unite
-from ..routing import RoutingVectors, layer_means, public_routing
+from ..routing import RoutingVectors, layer_means, public_routing, shared_means
 from ..seed import Seed, labelled
 from ..unify import Config, public_sample, select_stage
 
@@ -76,6 +76,7 @@ def train_anchored(domain: Domain, # the client's private data
     workers: int = 0, # processes that decode images
     progress: bool = False, # show a progress bar
     bundle: str | Path | None = None, # folder of what it sends; None is `folder/bundle`
+    shared: str | Path | None = None, # where clients of one machine share what they would all compute alike
     ) -> Path: # the bundle
     "What a client of FlexOlmo does, alone."
     folder = Path(folder)
@@ -85,9 +86,9 @@ def train_anchored(domain: Domain, # the client's private data
                   public_samples=config.public_samples, classes=domain.classes, public_classes=pool.classes,
                   rng=config.rng)
     def build(partial):
-        private, public = (layer_means(seed, seed.tower, data, workers=workers).mean(1)
-                           for data in (domain.train, public_sample(pool, config)))
-        model = anchored_pair(seed, domain.name, private - public, config)
+        sample, means = public_sample(pool, config), lambda data: layer_means(seed, seed.tower, data, workers=workers)
+        public = shared_means("logistic", seed, sample, shared, workers) if shared else means(sample)
+        model = anchored_pair(seed, domain.name, means(domain.train).mean(1) - public.mean(1), config)
         losses = train(seed, model.tower, labelled(domain.train), union_label_space(domain.classes, pool.classes),
                        config.expert, config.rng, workers, f"anchored expert {domain.name}" if progress else "")
         save_own_expert(partial, model, config)

@@ -18,9 +18,9 @@ import numpy as np
 
 from ..bundle import ADAPTER_FILES, Bundle, PROXIES, read_bundle
 from ..domains import Benchmark, Domain, fingerprint
+from ..embeddings import cached_embeddings
 from ..experts import Training
 from ..glyphs import load_glyphs
-from ..relevance import cached_embeddings
 from ..routing import FILE as ROUTING
 from ..seed import Seed
 from ..unify import Config, run_client, unify
@@ -75,7 +75,7 @@ def run_clients(method: Method,
     read = []
     for domain in benchmark.clients:
         path = method.client(domain, seed, benchmark.pool, embeddings, config, Path(folder, domain.name), workers,
-                             progress, Path(bundles, domain.name))
+                             progress, Path(bundles, domain.name), Path(folder))
         read.append(read_bundle(path, seed, fingerprint(benchmark.pool.train)))
     return read
 
