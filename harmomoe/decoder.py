@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase,
                           PreTrainedTokenizerFast)
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from .context import share_context, token_mean
 from .core import digest, digest_weights, seeded
@@ -72,8 +73,7 @@ class DecoderSeed(Seed):
         config = {key: value for key, value in self.model.config.to_dict().items() if key not in (
                   "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache")}
         config = json.loads(json.dumps(config | dict(kind=type(self.model).__name__)))
-        tokens = json.loads(self.tokenizer.backend_tokenizer.to_str())
-        tokens |= dict(padding=None, truncation=None) # these two are what the latest call asked for
+        tokens = json.loads(self.tokenizer.backend_tokenizer.to_str()) | dict(padding=None, truncation=None) # of a call
         return dict(name=self.name, weights=self._weights, architecture=digest(config),
                     preprocessing=dict(tokenizer=digest(tokens), max_length=self.max_length),
                     prompt=dict(scoring=self.scoring, loss_on=self.loss_on))
@@ -106,7 +106,7 @@ class DecoderSeed(Seed):
         dataset: Dataset, # columns `prompt`, `answer` and `choices`, and either `label` or `class_name`
         label_space: list[str] | None = None, # class names that targets index; None: targets are all 0
         batch_size: int = 128,
-        shuffle_seed: int | None = None, # reshuffles every epoch from this seed; None keeps the order
+        shuffle_seed: int | None = None, # every epoch anew, similar lengths together; None keeps the order
         workers: int = 0, # not used: texts are tokenized here and now
         ) -> torch.utils.data.DataLoader: # of dicts, int64: `input_ids`, `attention_mask`, `asked` (1 in prompts) and
             # `labels` (-100 where none) [B, T]; `prompts` and `prompt_mask` [B, P]; `targets` [B]; `choices`, a list
@@ -123,16 +123,19 @@ class DecoderSeed(Seed):
                                 choices=[(prompt, choice) for choice in choices]))
         def collate(part):
             column = lambda name: [sample[name] for sample in part]
-            batch = dict(input_ids=_pad(column("text"), self.padding), labels=_pad(column("labels"), -100),
-                         asked=_pad(column("asked"), 0),
-                         attention_mask=_pad([[1] * len(text) for text in column("text")], 0),
-                         prompts=_pad(column("prompt"), self.padding),
-                         prompt_mask=_pad([[1] * len(prompt) for prompt in column("prompt")], 0),
-                         targets=torch.tensor(column("target")))
-            return batch | dict(choices=column("choices"))
-        generator = None if shuffle_seed is None else torch.Generator().manual_seed(shuffle_seed)
-        return torch.utils.data.DataLoader(samples, batch_size, shuffle=generator is not None,
-                                           generator=generator, collate_fn=collate)
+            return dict(input_ids=_pad(column("text"), self.padding), labels=_pad(column("labels"), -100),
+                        asked=_pad(column("asked"), 0), prompts=_pad(column("prompt"), self.padding),
+                        attention_mask=_pad([[1] * len(text) for text in column("text")], 0),
+                        prompt_mask=_pad([[1] * len(prompt) for prompt in column("prompt")], 0),
+                        targets=torch.tensor(column("target")), choices=column("choices"))
+        lengths, generator = [len(one["text"]) for one in samples], torch.Generator().manual_seed(shuffle_seed or 0)
+        order = None if shuffle_seed is None else LengthGroupedSampler(batch_size, lengths=lengths, generator=generator)
+        return torch.utils.data.DataLoader(samples, batch_size, sampler=order, collate_fn=collate)
+
+    def embed(self, dataset: Dataset, *settings, **named) -> Tensor: # as any seed does, similar lengths together
+        lengths = [len(prompt) + len(answer) for prompt, answer in zip(dataset["prompt"], dataset["answer"])]
+        order = sorted(range(len(dataset)), key=lengths.__getitem__)
+        return super().embed(dataset.select(order), *settings, **named)[torch.tensor(order).argsort()]
 
     def token_mask(self, batch: dict, reach: str = "sequence") -> Tensor:
         "Which tokens form a context of this reach, as bool [B, T]: the real ones, or the prompt's."
@@ -183,12 +186,11 @@ class DecoderSeed(Seed):
 
     def scorer(self, label_space: list[str]) -> Callable[[nn.Module, dict], Tensor]:
         "A function (tower, batch) -> scores [B, C] of the answers' letters; -inf for choices that a question lacks."
-        by_letter = self.scoring == "letter"
-        begin, tokens = self.letter_tokens(label_space) if by_letter else ([], [])
+        begin, tokens = self.letter_tokens(label_space) if self.scoring == "letter" else ([], [])
         def scores(tower, batch):
             counts = torch.tensor([len(choices) for choices in batch["choices"]], device=self.device)
             if counts.min() < 2: raise ValueError("only questions with two or more choices can be scored.")
-            if by_letter:
+            if tokens:
                 prompts = F.pad(batch["prompts"], (0, len(begin)))
                 mask = F.pad(batch["prompt_mask"], (0, len(begin)), value=1)
                 prompts[:, prompts.shape[1] - len(begin):] = torch.tensor(begin, dtype=torch.int64)
@@ -202,6 +204,7 @@ class DecoderSeed(Seed):
         "Log likelihood of each choice's text per character, [B, C]."
         scores = torch.zeros(len(choices), most, device=self.device)
         flat = [(row, column, pair) for row, pairs in enumerate(choices) for column, pair in enumerate(pairs)]
+        flat.sort(key=lambda entry: sum(map(len, entry[2]))) # texts of one length need no padding
         for start in range(0, len(flat), len(choices)): # as many sequences at a time as the batch has samples
             part = flat[start:start + len(choices)]
             encoded = [self.encode(prompt, f" {choice}") for row, column, (prompt, choice) in part]

@@ -154,9 +154,9 @@ def _client_tasks(rows: list[Row], source: Source, folder: Path) -> list[tuple]:
     return [(_client_task, list(asking.values()), rng, client.name, source, folder)
             for rng, asking in different.items() for client in source.benchmark(rng).clients]
 
-def _quiet_worker(faster: bool) -> None:
+def _quiet_worker(onednn: bool) -> None:
     torch.set_num_threads(1)
-    if faster: faster_cpu()
+    faster_cpu(onednn)
     disable_progress_bars() # of data sets; the one that counts is the parent's
 
 def _run(tasks: list[tuple], processes: int, label: str) -> list:
@@ -165,8 +165,8 @@ def _run(tasks: list[tuple], processes: int, label: str) -> list:
         if processes == 1:
             for index, (function, *arguments) in enumerate(tasks): results[index] = function(*arguments); bar.update()
             return results
-        faster = torch.get_float32_matmul_precision() == "medium" # `faster_cpu` was called, and did it
-        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _quiet_worker, (faster,)) as pool:
+        onednn = torch.get_float32_matmul_precision() == "medium" # `faster_cpu` was called, and chose it
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _quiet_worker, (onednn,)) as pool:
             futures = {pool.submit(*task): index for index, task in enumerate(tasks)}
             try:
                 for future in as_completed(futures): results[futures[future]] = future.result(); bar.update()
