@@ -105,7 +105,7 @@ class DecoderSeed(Seed):
     def batches(self,
         dataset: Dataset, # columns `prompt`, `answer` and `choices`, and either `label` or `class_name`
         label_space: list[str] | None = None, # class names that targets index; None: targets are all 0
-        batch_size: int = 128,
+        batch_size: int | None = None, # None is 16: more would not stay in a CPU's cache
         shuffle_seed: int | None = None, # every epoch anew, similar lengths together; None keeps the order
         workers: int = 0, # not used: texts are tokenized here and now
         ) -> torch.utils.data.DataLoader: # of dicts, int64: `input_ids`, `attention_mask`, `asked` (1 in prompts) and
@@ -130,7 +130,7 @@ class DecoderSeed(Seed):
                         targets=torch.tensor(column("target")), choices=column("choices"))
         lengths, generator = [len(one["text"]) for one in samples], torch.Generator().manual_seed(shuffle_seed or 0)
         order = None if shuffle_seed is None else LengthGroupedSampler(batch_size, lengths=lengths, generator=generator)
-        return torch.utils.data.DataLoader(samples, batch_size, sampler=order, collate_fn=collate)
+        return torch.utils.data.DataLoader(samples, batch_size or 16, sampler=order, collate_fn=collate)
 
     def embed(self, dataset: Dataset, *settings, **named) -> Tensor: # as any seed does, similar lengths together
         lengths = [len(prompt) + len(answer) for prompt, answer in zip(dataset["prompt"], dataset["answer"])]

@@ -43,7 +43,7 @@ class Accuracy:
 def accuracy(model: Model, # the seed or an expert (`Model(seed, tower)`), or a unified model
     data: Dataset, # columns `image` and `label`
     classes: list[str], # the label space: the class names of the domain
-    batch_size: int = 256,
+    batch_size: int | None = None, # None is the seed's own choice
     workers: int = 0, # processes that decode images
     ) -> Accuracy:
     "Top-1 accuracy over the domain's own classes. `ValueError` for an empty data set or a class not in `classes`."

@@ -31,7 +31,7 @@ class Routing:
 @torch.no_grad()
 def observe_routing(model: UnifiedModel, # a unified model
     data: Dataset, # column `image`
-    batch_size: int = 256,
+    batch_size: int | None = None, # None is the seed's own choice
     workers: int = 0, # processes that decode images
     ) -> Routing: # load, entropy and weight by layer
     "Run the model over a data set and record where its tokens go."

@@ -138,7 +138,7 @@ def fine_tuned_classifier(seed: Seed, # the seed; it is copied, not changed
             optimizer.zero_grad(); loss.backward(); optimizer.step()
     @torch.no_grad()
     def logits(part):
-        batches = seed.batches(part, batch_size=256, workers=workers)
+        batches = seed.batches(part, workers=workers)
         parts = [model.head(seed.hidden(model.tower, batch))[:, 0] for batch in batches]
         return torch.cat(parts).double().cpu().numpy()
     held = logits(data.select(held_out))

@@ -31,7 +31,7 @@ from .seed import Seed
 def layer_means(seed: Seed, # gives batches and token masks
     tower: nn.Module, # the seed's tower, or an expert's
     data: Dataset, # the samples
-    batch_size: int = 256,
+    batch_size: int | None = None, # None is the seed's own choice
     workers: int = 0, # processes that decode images
     spread: bool = False, # append the standard deviation over tokens
     reach: str = "sequence", # of the router's context: with "prompt" only the prompts' tokens count

@@ -100,7 +100,7 @@ class Seed:
     @torch.no_grad()
     def embed(self,
         dataset: Dataset, # columns of `SEEN`
-        batch_size: int = 256,
+        batch_size: int | None = None, # None is that of `batches`
         workers: int = 0, # processes that decode images
         progress: str = "", # label of the progress bar; empty for none
         ) -> Tensor: # float32 [n, d], in the order of the data set, on the CPU
@@ -190,7 +190,7 @@ class ImageSeed(Seed):
     def batches(self,
         dataset: Dataset, # columns `image` and either `label` or `class_name`
         label_space: list[str] | None = None, # class names that targets index, in any case; None: targets are all 0
-        batch_size: int = 128,
+        batch_size: int | None = None, # None is 256
         shuffle_seed: int | None = None, # reshuffles every epoch from this seed; None keeps the order
         workers: int = 0, # processes that decode images
         ) -> torch.utils.data.DataLoader: # of dicts: `images` float32 [B, 3, H, W], `targets` int64 [B]
@@ -201,8 +201,8 @@ class ImageSeed(Seed):
             return dict(images=torch.stack(images), targets=torch.tensor(numbers))
         generator = None if shuffle_seed is None else torch.Generator().manual_seed(shuffle_seed)
         images = _Images(dataset, self.transform, targets, self.tower.image_size, epochs=generator is not None)
-        return torch.utils.data.DataLoader(images, batch_size, shuffle=generator is not None, generator=generator,
-                                           collate_fn=collate, num_workers=workers)
+        return torch.utils.data.DataLoader(images, batch_size or 256, shuffle=generator is not None,
+                                           generator=generator, collate_fn=collate, num_workers=workers)
 
     def hidden(self, tower: nn.Module, batch: dict) -> Tensor:
         "The last hidden representation of each sample, [B, d] in the tower's type: for CLIP the image embedding."
