@@ -23,6 +23,7 @@ from transformers import (LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTra
                           PreTrainedTokenizerFast)
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from .choices import choice_scores, log_likelihoods, pad
 from .context import share_context, token_mean
 from .core import digest, digest_weights, seeded
 from .ffn import GATED_FFN, find_ffns
@@ -31,11 +32,6 @@ from .texts import LETTERS
 
 # %% ../nbs/09_decoder.ipynb #e7e39d1e
 FACTS = "harmomoe_seed.json"
-
-def _pad(sequences: list[list[int]], value: int) -> Tensor:
-    "int64 [n, T], padded on the left."
-    longest = max(map(len, sequences))
-    return torch.tensor([[value] * (longest - len(sequence)) + sequence for sequence in sequences])
 
 class DecoderSeed(Seed):
     """A causal language model of `transformers` with gated FFNs: the seed $\\mathcal M_0$ for text. Raises `ValueError`
@@ -123,10 +119,10 @@ class DecoderSeed(Seed):
                                 choices=[(prompt, choice) for choice in choices]))
         def collate(part):
             column = lambda name: [sample[name] for sample in part]
-            return dict(input_ids=_pad(column("text"), self.padding), labels=_pad(column("labels"), -100),
-                        asked=_pad(column("asked"), 0), prompts=_pad(column("prompt"), self.padding),
-                        attention_mask=_pad([[1] * len(text) for text in column("text")], 0),
-                        prompt_mask=_pad([[1] * len(prompt) for prompt in column("prompt")], 0),
+            return dict(input_ids=pad(column("text"), self.padding), labels=pad(column("labels"), -100),
+                        asked=pad(column("asked"), 0), prompts=pad(column("prompt"), self.padding),
+                        attention_mask=pad([[1] * len(text) for text in column("text")], 0),
+                        prompt_mask=pad([[1] * len(prompt) for prompt in column("prompt")], 0),
                         targets=torch.tensor(column("target")), choices=column("choices"))
         lengths, generator = [len(one["text"]) for one in samples], torch.Generator().manual_seed(shuffle_seed or 0)
         order = None if shuffle_seed is None else LengthGroupedSampler(batch_size, lengths=lengths, generator=generator)
@@ -143,35 +139,38 @@ class DecoderSeed(Seed):
 
     def hidden(self, tower: nn.Module, batch: dict) -> Tensor:
         "The last hidden representation of each text, [B, d]: the mean over its tokens."
-        inner = _inner(tower)
-        read = inner(**self._inputs(inner, batch["input_ids"], batch["attention_mask"], batch["asked"]))
+        read = _inner(tower)(**self.inputs(tower, batch["input_ids"], batch["attention_mask"], batch["asked"]))
         return token_mean(read.last_hidden_state.float(), batch["attention_mask"].bool().to(self.device))
 
-    def _inputs(self, inner: nn.Module, ids: Tensor, mask: Tensor, asked: Tensor) -> dict:
+    def inputs(self,
+        tower: nn.Module, # the model that is to be called, or the part of it that turns tokens into representations
+        ids: Tensor, # int64 [B, T]
+        mask: Tensor, # [B, T], 1 for real tokens
+        asked: Tensor, # [B, T], 1 for those of prompts
+        ) -> dict: # keyword arguments
+        "What to call a model with."
         mask = mask.to(self.device)
-        routed = dict(prompt_mask=asked.to(self.device)) if getattr(inner, "context_reach", None) == "prompt" else {}
+        routed = dict(prompt_mask=asked.to(self.device)) if _reach(tower) == "prompt" else {}
         return dict(input_ids=ids.to(self.device), attention_mask=mask, use_cache=False,
                     position_ids=(mask.cumsum(1) - 1).clamp(min=0), **routed) # counted from the first real token
 
-    def _logits(self, tower: nn.Module, ids: Tensor, mask: Tensor, asked: Tensor, last: int) -> Tensor:
-        "What follows each of the last tokens, float32 [B, last, vocabulary]."
+    def logits(self,
+        tower: nn.Module, # the seed's tower, or one like it
+        ids: Tensor, mask: Tensor, asked: Tensor, # as for `inputs`
+        last: int, # at how many of the last tokens
+        ) -> Tensor: # float32 [B, last, vocabulary]
+        "What follows each of the last tokens."
         kept = torch.arange(ids.shape[1] - last, ids.shape[1], device=self.device) # a slice, not contiguous, is slow
-        return tower(**self._inputs(_inner(tower), ids, mask, asked), logits_to_keep=kept).logits.float()
-
-    def _log_likelihoods(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        "Log likelihood of each sequence's labels and their number, [B] each."
-        labels = labels.to(self.device)[:, 1:][:, -logits.shape[1] + 1:]
-        losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels, reduction="none", ignore_index=-100)
-        return -losses.sum(1), (labels != -100).sum(1)
+        return tower(**self.inputs(tower, ids, mask, asked), logits_to_keep=kept).logits.float()
 
     def loss(self, label_space: list[str]) -> Callable[[nn.Module, dict], Tensor]:
         "A function (tower, batch) -> mean over samples of the mean cross-entropy of their tokens, see `loss_on`."
         def mean_loss(tower, batch):
             ids, labels = batch["input_ids"], batch["labels"]
             last = min(int((labels != -100).sum(1).max()) + 1, ids.shape[1]) # the longest answer, and what precedes it
-            logits = self._logits(tower, ids, batch["attention_mask"], batch["asked"], last)
-            likelihood, count = self._log_likelihoods(logits, labels)
-            return (-likelihood / count.clamp(min=1)).mean()
+            logits = self.logits(tower, ids, batch["attention_mask"], batch["asked"], last)[:, :-1]
+            labels = labels[:, ids.shape[1] - last + 1:].to(self.device)
+            return (-log_likelihoods(logits, labels) / (labels != -100).sum(1).clamp(min=1)).mean()
         return mean_loss
 
     def letter_tokens(self,
@@ -194,27 +193,10 @@ class DecoderSeed(Seed):
                 prompts = F.pad(batch["prompts"], (0, len(begin)))
                 mask = F.pad(batch["prompt_mask"], (0, len(begin)), value=1)
                 prompts[:, prompts.shape[1] - len(begin):] = torch.tensor(begin, dtype=torch.int64)
-                found = self._logits(tower, prompts, mask, mask, 1)[:, -1, tokens]
-            else: found = self._choice_scores(tower, batch["choices"], len(label_space))
+                found = self.logits(tower, prompts, mask, mask, 1)[:, -1, tokens]
+            else: found = choice_scores(self, tower, batch["choices"], len(label_space), _reach(tower))
             there = torch.arange(len(label_space), device=self.device) < counts[:, None]
             return found.masked_fill(~there, -torch.inf)
-        return scores
-
-    def _choice_scores(self, tower: nn.Module, choices: list, most: int) -> Tensor:
-        "Log likelihood of each choice's text per character, [B, C]."
-        scores = torch.zeros(len(choices), most, device=self.device)
-        flat = [(row, column, pair) for row, pairs in enumerate(choices) for column, pair in enumerate(pairs)]
-        flat.sort(key=lambda entry: sum(map(len, entry[2]))) # texts of one length need no padding
-        for start in range(0, len(flat), len(choices)): # as many sequences at a time as the batch has samples
-            part = flat[start:start + len(choices)]
-            encoded = [self.encode(prompt, f" {choice}") for row, column, (prompt, choice) in part]
-            columns = ([q + r for q, r in encoded], [[1] * len(q + r) for q, r in encoded],
-                       [[1] * len(q) + [0] * len(r) for q, r in encoded], [[-100] * len(q) + r for q, r in encoded])
-            ids, mask, asked, labels = map(_pad, columns, (self.padding, 0, 0, -100))
-            logits = self._logits(tower, ids, mask, asked, max(len(r) for q, r in encoded) + 1)
-            characters = torch.tensor([len(choice) for row, column, (prompt, choice) in part], device=self.device)
-            rows, places, _ = zip(*part)
-            scores[list(rows), list(places)] = self._log_likelihoods(logits, labels)[0] / characters
         return scores
 
     def save(self,
@@ -233,6 +215,10 @@ class DecoderSeed(Seed):
         facts = dict(name=self.name, scoring=self.scoring, loss_on=self.loss_on, max_length=self.max_length,
                      dtype=str(self.model.dtype).removeprefix("torch.")) # that of computing
         Path(folder, FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+
+def _reach(tower: nn.Module) -> str | None:
+    "How far routers see, if there are any."
+    return getattr(_inner(tower), "context_reach", None)
 
 def _inner(tower: nn.Module) -> nn.Module:
     "What turns tokens into hidden representations."

@@ -17,6 +17,7 @@ from transformers import (AutoModelForCausalLM, BertConfig, BertLMHeadModel, Gem
                           Qwen3Config, T5Config, T5ForConditionalGeneration)
 
 import harmomoe.weights
+from harmomoe import choices
 from harmomoe.core import digest_weights, seeded
 from harmomoe.decoder import FACTS, DecoderSeed
 from harmomoe.seed import ImageSeed
@@ -235,6 +236,20 @@ def test_score_of_a_text_is_its_log_likelihood_by_character(kind):
             likelihood = read(ids)[0].log_softmax(-1)[:-1].gather(1, torch.tensor(ids)[1:, None])[len(start) - 1:].sum()
             assert close(score, likelihood / len(choice))
         assert (scores[len(row["choices"]):] == -torch.inf).all()
+
+
+def test_a_prompt_is_read_once_for_all_choices_unless_its_tokens_depend_on_them(family, monkeypatch):
+    seed, read_whole = seed_of(family, scoring="text"), choices._from_the_beginning
+    with torch.no_grad():
+        whole = choices.choice_scores(seed, seed.tower, only(seed, QUESTIONS)["choices"], 5, "sequence")
+        monkeypatch.setattr(choices, "_from_the_beginning", forbidden)
+        assert close(choices.choice_scores(seed, seed.tower, only(seed, QUESTIONS)["choices"], 5), whole)
+        letters = [[(prompt, "A") for prompt, _ in row] for row in only(seed, QUESTIONS)["choices"]]     # of one token
+        assert torch.isfinite(choices.choice_scores(seed, seed.tower, letters, 5)).all()
+        short = seed_of(family, scoring="text", max_length=12)                 # which cuts prompts for longer choices
+        monkeypatch.setattr(choices, "_from_the_beginning", read_whole)
+        monkeypatch.setattr(choices, "_continued", forbidden)
+        assert torch.isfinite(choices.choice_scores(short, short.tower, only(short, QUESTIONS)["choices"], 5)).all()
 
 
 def test_letters_may_share_what_they_begin_with():

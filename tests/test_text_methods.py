@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset, concatenate_datasets
 
 import harmomoe.unify
+from harmomoe import choices
 from harmomoe.baselines.compare import METHODS, find_method
 from harmomoe.baselines.method import run_method
 from harmomoe.baselines.models import Ensemble, load, save
@@ -263,6 +264,18 @@ def test_context_gives_a_model_that_answers_alone_as_in_company(context, initial
     assert close(scores(model, batch_size=1), together) and close(scores(model, range(23, -1, -1), 7), {
         "all": together["all"].flip(0)})
     assert alike(scores(load(save(model, tmp_path / "saved"))), together)
+
+
+@every_context
+def test_choices_that_share_a_prompt_score_as_each_does_from_its_beginning(context, initial, routed, text, monkeypatch):
+    tower, batch = routed(context, initial).tower, next(iter(text.seed.batches(text.data, LETTERS, 8)))
+    reached = tower.base_model.context_reach
+    with torch.no_grad():
+        monkeypatch.setattr(choices, "_continued" if context == "sequence" else "_from_the_beginning", None)
+        found = choices.choice_scores(text.seed, tower, batch["choices"], len(LETTERS), reached)
+        monkeypatch.undo()
+        expected = choices.choice_scores(text.seed, tower, batch["choices"], len(LETTERS), "sequence")
+    assert reached == context and torch.allclose(found, expected, atol=1e-4)
 
 
 def test_contexts_are_not_the_same(routed, scores):
