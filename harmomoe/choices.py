@@ -51,8 +51,9 @@ def _from_the_beginning(seed, tower: nn.Module, texts: list[tuple]) -> Tensor:
     columns = ([q + r for q, r in texts], [[1] * len(q + r) for q, r in texts],
                [[1] * len(q) + [0] * len(r) for q, r in texts], [[-100] * len(q) + r for q, r in texts])
     ids, mask, asked, labels = map(pad, columns, (seed.padding, 0, 0, -100))
-    last = max(len(r) for q, r in texts) + 1
-    return log_likelihoods(seed.logits(tower, ids, mask, asked, last)[:, :-1], labels[:, 1:][:, 1 - last:].to(seed.device))
+    last = max(len(r) for q, r in texts)
+    found = seed.logits(tower, ids, mask, asked, last + 1)[:, :-1]
+    return log_likelihoods(found, labels[:, -last:].to(seed.device))
 
 def choice_scores(seed, # a `DecoderSeed`
     tower: nn.Module, # its tower, or one like it
