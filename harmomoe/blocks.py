@@ -54,15 +54,17 @@ ERROR = 8 * torch.finfo(torch.float32).eps       # of a distance in float32, at 
 
 def _block(hot, weight, place, level, beyond, most, settle):
     "Places among the hot rows [h, d] in the order picked, distances, and directions [k, d]; `place` is the first."
-    score = weight * np.einsum("ij,ij->i", hot, hot)
+    score = weight * hot.square().sum(1).numpy()
     first, places, distances = score.copy(), [], []
-    basis, along = np.empty((most, hot.shape[1]), np.float32), np.empty((most, len(hot)), np.float32)
+    directions, coordinates = torch.empty(most, hot.shape[1]), torch.empty(most, len(hot))
+    rows, basis, along = hot.numpy(), directions.numpy(), coordinates.numpy()
     while True:
         k = len(places)
-        row = hot[place] - along[:k, place] @ basis[:k] if k else hot[place]
+        row = rows[place] - along[:k, place] @ basis[:k] if k else rows[place]
         distances.append(math.sqrt(row @ row))
         np.divide(row, distances[k], out=basis[k])
-        score -= weight * np.dot(hot, basis[k], out=along[k])**2
+        torch.mv(hot, directions[k], out=coordinates[k])
+        score -= weight * along[k]**2
         places.append(place)
         weight[place] = score[place] = 0
         if len(places) == most: break
@@ -70,7 +72,7 @@ def _block(hot, weight, place, level, beyond, most, settle):
         near = score >= (bar := level(score[place], weight[place]))
         if bar <= beyond or 16 * score[place] < first[place]: break
         if np.count_nonzero(near) > 1 and (place := settle(np.flatnonzero(near), places)) < 0: break
-    return places, distances, torch.from_numpy(basis[:len(places)])
+    return places, distances, directions[:len(places)]
 
 # %% ../nbs/15_blocks.ipynb #90bb0beb
 def block_greedy(
@@ -104,10 +106,12 @@ def block_greedy(
         if len(near) > 1 or 2 * floor * weight[best] >= 1:
             if (winner := settle(near)) < 0: break
             best = near[winner]
-        order = np.argsort(-score, kind="stable")
-        ids, beyond = np.union1d(order[:HOT], [best]), score[order[HOT]] if n > HOT else 0
+        order = np.argpartition(-score, HOT) if n > HOT else np.arange(n)
+        hot, beyond = np.zeros(n, bool), score[order[HOT]] if n > HOT else 0
+        hot[order[:HOT]] = hot[best] = True
+        ids = np.flatnonzero(hot)
         places, more, basis = _block(
-            outside[torch.from_numpy(ids).to(outside.device)].cpu().numpy(), weight[ids].astype(np.float32),
+            outside[torch.from_numpy(ids).to(outside.device)].cpu(), weight[ids].astype(np.float32),
             int(np.searchsorted(ids, best)), level, beyond, min(MOST, min(m, d) - len(items)),
             lambda near, places: int(near[winner]) if (winner := settle(ids[near], ids[places].tolist())) >= 0 else -1)
         items, distances, basis = items + ids[places].tolist(), distances + more, basis.to(outside.device)
