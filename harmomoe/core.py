@@ -6,7 +6,7 @@ Docs: https://harmomoe.github.io/harmomoe/core.html.md"""
 
 # %% auto #0
 __all__ = ['MANIFEST', 'sha256_file', 'digest', 'digest_weights', 'atomic_directory', 'package_versions', 'write_manifest',
-           'read_manifest', 'stage', 'keep', 'shared_stage', 'seeded', 'faster_cpu', 'check_parameters']
+           'read_manifest', 'stage', 'keep', 'find_kept', 'shared_stage', 'seeded', 'faster_cpu', 'check_parameters']
 
 # %% ../nbs/00_core.ipynb #3bca72a7
 import ast, builtins, ctypes, difflib, hashlib, json, os, random, shutil, time
@@ -144,7 +144,18 @@ def keep(folder: str | Path, # where all versions of the artefact are
     build: Callable[[Path], dict | None], # fills the folder it is given; may return facts for the manifest
     ) -> Path: # `folder/KIND-DIGEST`, holding a verified artefact
     "As `stage`, but versions made from other inputs stay beside it, so that changing a setting back costs nothing."
-    return stage(Path(folder, f"{kind}-{digest(json.loads(json.dumps(inputs)))[:12]}"), kind, inputs, build)
+    return stage(_version(folder, kind, inputs), kind, inputs, build)
+
+def _version(folder: str | Path, kind: str, inputs: dict) -> Path:
+    return Path(folder, f"{kind}-{digest(json.loads(json.dumps(inputs)))[:12]}")
+
+def find_kept(folder: str | Path, # as for `keep`, and so are the next two
+    kind: str,
+    inputs: dict,
+    ) -> Path | None: # where `keep` has the artefact; None if it would have to be built
+    "A version that was made before."
+    path = _version(folder, kind, inputs)
+    return path if _is_current(path, kind, json.loads(json.dumps(inputs))) else None
 
 def shared_stage(path: str | Path, # folder of the artefact
     kind: str, # what it is, such as "embeddings"

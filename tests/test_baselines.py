@@ -1,6 +1,7 @@
 """Every method that is compared keeps one contract; then what is particular to each, and how tables are made.
 
 Each method is played once, from private data to the model, while `play` notes who looked at which images."""
+import gzip
 import multiprocessing
 import shutil
 from collections import defaultdict
@@ -27,8 +28,8 @@ from harmomoe.baselines import compare, costs, model_soup as soups
 from harmomoe.baselines.btm import btm_posterior, domain_posterior
 from harmomoe.baselines.btx import linear_router, mix, random_public
 from harmomoe.baselines.comigs import Participant, take_rounds
-from harmomoe.baselines.compare import (METHODS, Row, Source, find_method, half_width, percentages, run_row, run_rows,
-                                        with_intervals)
+from harmomoe.baselines.compare import METHODS, Row, Source, find_method, read_rows, run_row, run_rows, write_rows
+from harmomoe.baselines.intervals import half_width, percentages, with_intervals
 from harmomoe.baselines.flexolmo import flexolmo, train_anchored
 from harmomoe.baselines.method import PARTS, Method, bytes_sent, run_method, run_server, withhold
 from harmomoe.baselines.moa import domain_loss, owned_proxies
@@ -751,6 +752,27 @@ def test_damaged_row_is_made_again_and_only_that_one(compared, again, lines, sou
     damaged = next((again / "rows").glob("expert-a-*")) / MANIFEST
     damaged.write_bytes(damaged.read_bytes()[:-20])
     assert run_rows(lines, source, again) == compared[1] and calls == ["expert:a"]
+
+
+def test_published_rows_need_no_work_where_they_are_unpacked(compared, lines, source, tmp_path, monkeypatch):
+    file, folder = tmp_path / "rows.json.gz", tmp_path / "elsewhere"
+    write_rows(lines, source, compared[0], file)
+    first = file.read_bytes()
+    write_rows(lines, source, compared[0], file)
+    assert file.read_bytes() == first
+    assert read_rows(file, folder) == len(lines) and read_rows(file, folder) == 0
+    for name in ("run_clients", "run_method", "accuracy"): monkeypatch.setattr(compare, name, forbidden)
+    assert run_rows(lines, source, folder) == compared[1] and not (folder / "clients").exists()
+
+
+def test_only_finished_rows_are_published_and_only_rows_are_read(compared, lines, source, tiny, tmp_path):
+    with pytest.raises(ValueError, match="btm is not finished in"):
+        write_rows([*lines, Row("btm", tiny.settings)], source, compared[0], tmp_path / "rows.json.gz")
+    assert not list(tmp_path.iterdir())
+    for content in (b"no gzip", gzip.compress(b"no json"), gzip.compress(b'{"../up": {}}')):
+        (tmp_path / "odd").write_bytes(content)
+        with pytest.raises(ValueError, match="holds no rows"): read_rows(tmp_path / "odd", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_other_settings_split_or_seed_make_another_row_beside_it(again, source, tiny):

@@ -45,6 +45,15 @@ def test_second_run_computes_nothing_and_says_the_same(ran, parameters, run_cell
     assert again["results"]["methods"] == ran["results"]["methods"] and "router" not in again["results"]
 
 
+def test_rows_of_an_earlier_run_are_not_run_again(ran, parameters, run_cells, tmp_path, monkeypatch):
+    import harmomoe.baselines.compare as compare
+    monkeypatch.setattr(compare, "run_method", lambda *args: pytest.fail("this row is known"))
+    known = str(Path(parameters["out"]) / "rows.json.gz")
+    again = run_cells(TABLES, parameters | dict(costs=False, known=known, out=str(tmp_path)))
+    assert again["results"] == ran["results"]
+    assert (tmp_path / "rows.json.gz").read_bytes() == Path(known).read_bytes()
+
+
 @pytest.mark.slow
 def test_costs(ran, parameters, run_cells):
     run_cells(TABLES, parameters | dict(ablations="none"))
