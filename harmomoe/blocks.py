@@ -70,7 +70,7 @@ def _block(hot, weight, place, level, beyond, most, settle):
         if len(places) == most: break
         place = int(score.argmax())
         near = score >= (bar := level(score[place], weight[place]))
-        if bar <= beyond or 16 * score[place] < first[place]: break
+        if bar <= beyond or (16 * score[near] < first[near]).any(): break
         if np.count_nonzero(near) > 1 and (place := settle(np.flatnonzero(near), places)) < 0: break
     return places, distances, directions[:len(places)]
 

@@ -181,7 +181,7 @@ def greedy_map(
     features,                           # [n, d] real, numpy (also memory-mapped) or torch (any device), no zero rows
     relevance,                          # [n] r_i >= 0, finite (a probability in HarmoMoE); None for all ones
     m: int,                             # number of items to pick, 1 <= m <= n
-    method: str = "auto",               # one of METHODS; "auto" takes the cheapest of all but "naive"
+    method: str = "auto",               # one of `METHODS`, or "auto", the cheapest of all but "naive"
 ) -> tuple[np.ndarray, np.ndarray]:     # int64 [k] items in the order picked, float64 [k] gains; k < m warns
     """Greedy MAP of the relevance-weighted DPP: repeatedly the item that adds most to log det of Diag(r) L Diag(r),
     L_ij = cos(z_i, z_j) (HarmoMoE Eq. 3 and 4, Algorithm 1 line 8; Chen et al. 2018). Decided in float64.

@@ -61,12 +61,15 @@ class _Slot:
     b: dict[str, Tensor] # name of a linear map -> [R, its outputs]
     gate: Tensor # alpha / r of each row, [R]; or [n, R], and 0 where the row is not that of the token's expert
 
-    def change(self, name: str, x: Tensor) -> Tensor:
-        "[n, its inputs] -> [n, its outputs]"
+    def change(self, name: str, x: Tensor, base: Tensor | None = None) -> Tensor:
+        "[n, its inputs] -> [n, its outputs], on top of the base [n, its outputs] if there is one"
         a, b = self.a[name], self.b[name]
-        if len(x) != 1: return (F.linear(x, a) * self.gate) @ b
-        low = (a * x).sum(-1) * self.gate # of one token the products are so small that calling them would take longer
-        return (low[..., None] * b).sum(-2).view(1, -1)
+        if len(x) == 1 and not torch.compiler.is_compiling() and torch.get_float32_matmul_precision() != "highest":
+            low = (a * x).sum(-1) * self.gate # oneDNN takes longer to begin the products of one token than these take
+            change = (low[..., None] * b).sum(-2).view(1, -1)
+            return change if base is None else change + base
+        low = F.linear(x, a) * self.gate
+        return low @ b if base is None else torch.addmm(base, low, b)
 
 class LowRankMoE(nn.Module):
     "A Mixture-of-Experts FFN whose experts share the seed's frozen FFN (Eq. 5)."
@@ -137,8 +140,8 @@ class LowRankMoE(nn.Module):
         h, low = [], []
         for slot, share in zip(slots, shares.split(1, -1)):
             inner = base
-            if slot.gate.shape[-1]: # in place, since memory is what these sums cost
-                inner = (slot.change(name, self._drop(z)).add_(x) for name, x in zip(self.layout.inner, base))
+            if slot.gate.shape[-1]:
+                inner = (slot.change(name, self._drop(z), x) for name, x in zip(self.layout.inner, base))
             h_j = self.layout.hidden(self.ffn, *inner)
             h.append(h_j if len(slots) == 1 else h_j * share)
             low.append(slot.change(self.layout.outer, self._drop(h[-1])))
