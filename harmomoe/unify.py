@@ -70,7 +70,7 @@ class Config:
     def embedded(cls, **changes) -> "Config":
         "Settings for the embedded benchmark and its small seed."
         small = dict(candidates=1000, proxies=150, public_samples=2000, expert=EMBEDDED_EXPERT,
-                     dropout=.2, router=EMBEDDED_ROUTER, finetune=EMBEDDED_FINETUNE)
+                     router=EMBEDDED_ROUTER, finetune=EMBEDDED_FINETUNE)
         return cls(**(small | changes))
 
     @classmethod
