@@ -9,6 +9,7 @@ __all__ = ['FORMS', 'REACHES', 'token_mean', 'token_spread', 'Context', 'share_c
 
 # %% ../nbs/07_context.ipynb #e1d6b717
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Callable
 
 import torch
@@ -34,6 +35,16 @@ FORMS = dict(mean=1, logistic=1, moments=2) # form of routing vectors -> statist
 # %% ../nbs/07_context.ipynb #b0f7fe80
 REACHES = "sequence", "prefix", "prompt"
 
+@cache
+def _layer_types() -> dict[str, type]: # reach -> layer of a cache; made when first asked for: `transformers` loads slowly
+    from transformers.cache_utils import DynamicLayer
+
+    class PromptMean(DynamicLayer):
+        "One mean for each sequence, whatever is written after the prompt; only cropping all of it takes it away."
+        def crop(self, max_length: int) -> None:
+            if max_length == 0: super().crop(0)
+    return dict(prefix=DynamicLayer, prompt=PromptMean)
+
 @dataclass
 class Context:
     "What a router knows of the sequences whose tokens it sees. Raises `ValueError` for an unknown reach."
@@ -56,13 +67,11 @@ class Context:
                                  "'logistic' or 'mean' with context='prefix'.")
             return self._running(values)
         kept = None if self.reach == "sequence" or self.cache is None else self._kept()
-        if kept is not None and kept.get_seq_length(): mean = kept.keys[:, 0, -1:]
-        else:
-            mask = self.mask if self.reach == "sequence" or self.prompt is None else self.prompt
-            mean = token_mean(values, mask)[:, None]
-            if add is not None: mean = mean + add(mask)[:, None]
-        if kept is not None: # once for each token, so that it outlives cropping
-            kept.update(mean[:, None].expand(-1, -1, values.shape[1], -1), torch.empty_like(values[:, None, :, :0]))
+        if kept is not None and kept.get_seq_length(): return kept.keys[:, 0]
+        mask = self.mask if self.reach == "sequence" or self.prompt is None else self.prompt
+        mean = token_mean(values, mask)[:, None]
+        if add is not None: mean = mean + add(mask)[:, None]
+        if kept is not None: kept.update(mean[:, None], mean[:, None, :, :0])
         return mean
 
     def _running(self, values: Tensor) -> Tensor:
@@ -76,8 +85,7 @@ class Context:
         return sums[..., :-1] / sums[..., -1:].clamp(min=1)
 
     def _kept(self) -> Any:
-        from transformers.cache_utils import DynamicLayer
-        while len(self.cache.layers) <= self.slot: self.cache.layers.append(DynamicLayer())
+        while len(self.cache.layers) <= self.slot: self.cache.layers.append(_layer_types()[self.reach]())
         return self.cache.layers[self.slot]
 
 # %% ../nbs/07_context.ipynb #2e67546d

@@ -24,8 +24,8 @@ class _Factors(nn.ParameterDict):
     "One side of all experts' factors. It is called, so that weights kept on disk or another device come along."
     __call__ = nn.Module.__call__
 
-    def forward(self, dtype: torch.dtype) -> dict[str, Tensor]: # name of a linear map -> [R, its size]
-        return {name: factor.to(dtype) for name, factor in self._parameters.items()} # items() is as slow as a product
+    def forward(self, dtype: torch.dtype, rows: slice = slice(None)) -> dict[str, Tensor]: # linear map -> [R, its size]
+        return {name: factor[rows].to(dtype) for name, factor in self._parameters.items()} # items() is slow
 
 def group(experts: Tensor, # int64 [n, k], the experts of each token, in rising order
     number: int, # of experts
@@ -59,22 +59,22 @@ class _Slot:
     "What the j-th expert of each token adds to the linear maps."
     a: dict[str, Tensor] # name of a linear map -> [R, its inputs]
     b: dict[str, Tensor] # name of a linear map -> [R, its outputs]
-    gate: Tensor # alpha / r of each row, [R]; or [n, R], and 0 where the row is not that of the token's expert
+    gate: float | Tensor # alpha / r; or that of each row, [n, R], and 0 where the row is not that of the token's expert
+    sums: bool = False # for one token: oneDNN takes longer to begin a product than to add up what it is made of
 
-    def change(self, name: str, x: Tensor, base: Tensor | None = None) -> Tensor:
-        "[n, its inputs] -> [n, its outputs], on top of the base [n, its outputs] if there is one"
+    def add(self, name: str, x: Tensor, base: Tensor, out: Tensor | None = None) -> Tensor:
+        "[n, its inputs], [n, its outputs] -> [n, its outputs], in `out` if there is one"
         a, b = self.a[name], self.b[name]
-        if len(x) == 1 and not torch.compiler.is_compiling() and torch.get_float32_matmul_precision() != "highest":
-            low = (a * x).sum(-1) * self.gate # oneDNN takes longer to begin the products of one token than these take
-            change = (low[..., None] * b).sum(-2).view(1, -1)
-            return change if base is None else change + base
-        low = F.linear(x, a) * self.gate
-        return low @ b if base is None else torch.addmm(base, low, b)
+        if not len(a): return base if out is None or out is base else out.copy_(base) # the seed's own FFN
+        if self.sums: return torch.add(base, ((a * x).sum(-1, keepdim=True) * b).sum(0), alpha=self.gate, out=out)
+        low = F.linear(x, a)
+        if isinstance(self.gate, float): return torch.addmm(base, low, b, alpha=self.gate, out=out)
+        return torch.addmm(base, low * self.gate, b, out=out)
 
 class LowRankMoE(nn.Module):
     "A Mixture-of-Experts FFN whose experts share the seed's frozen FFN (Eq. 5)."
     context: Context | None = None # of the next pass, if somebody left one
-    tile: int = 512 # tokens whose hidden activations stay in the cache
+    tile: int = 4096 # tokens whose hidden activations exist at the same time
 
     def __init__(self,
         ffn: nn.Module, # the seed's FFN; frozen
@@ -87,6 +87,7 @@ class LowRankMoE(nn.Module):
         super().__init__()
         self.ffn, self.layout, self.router, self.dropout = ffn.requires_grad_(False), layout, router, dropout
         self.ranks, self.starts = list(ranks), list(itertools.accumulate(ranks, initial=0))
+        self.scales = [float(scale) for scale in scales]
         owner = torch.arange(len(ranks)).repeat_interleave(torch.tensor(ranks), output_size=sum(ranks))
         self.register_buffer("owner", owner) # the expert (router column) to which each row of the factors belongs
         self.register_buffer("scale", torch.tensor(scales)[owner])
@@ -99,53 +100,56 @@ class LowRankMoE(nn.Module):
         context, self.context = self.context or Context(), None # it is that of one pass
         weights, experts = self.router(z, context)
         tokens, weights, experts = (x.flatten(0, 1) for x in (z, weights.to(z.dtype), experts))
-        a, b, scale = self.a(z.dtype), self.b(z.dtype), self.scale.to(z.dtype)
         may_look = z.device.type == "cpu" and not torch.compiler.is_compiling() # at the choice, without waiting for it
         if may_look and len(tokens) >= 8 * math.comb(len(self.ranks), self.router.top_k): # else groups are small
-            return self._sorted(tokens, weights, experts, a, b, scale).view_as(z)
-        if may_look and len(tokens) == 1:
-            rows = [slice(*self.starts[p:p + 2]) for p in experts[0].tolist()]
-            slots = [_Slot(*({name: table[row] for name, table in side.items()} for side in (a, b)), scale[row])
-                     for row in rows]
-        else: slots = [_Slot(a, b, scale * (chosen == self.owner)) for chosen in experts.split(1, -1)]
+            return self._sorted(tokens, weights, experts).view_as(z)
+        if may_look and len(tokens) == 1: slots = [self._own(p, z.dtype) for p in experts[0].tolist()]
+        else:
+            a, b, scale = self.a(z.dtype), self.b(z.dtype), self.scale.to(z.dtype)
+            slots = [_Slot(a, b, scale * (chosen == self.owner)) for chosen in experts.split(1, -1)]
         return self._tile(tokens, weights, [len(tokens)], [slots]).view_as(z)
 
-    def _sorted(self, z: Tensor, weights: Tensor, experts: Tensor, a: dict, b: dict, scale: Tensor) -> Tensor:
+    def _own(self, expert: int, dtype: torch.dtype) -> _Slot:
+        "The slot of a single token."
+        rows, sums = slice(*self.starts[expert:expert + 2]), torch.get_float32_matmul_precision() != "highest"
+        return _Slot(self.a(dtype, rows), self.b(dtype, rows), self.scales[expert], sums)
+
+    def _sorted(self, z: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         "[n, d], [n, k], [n, k] -> [n, d], with the tokens of each set of experts together."
         experts, place = experts.sort(-1) # so that a set has one order
         order, sizes, sets = group(experts, len(self.ranks))
-        parts = [{name: table.split(self.ranks) for name, table in side.items()} for side in (a, b)]
+        parts = [{name: table.split(self.ranks) for name, table in side(z.dtype).items()} for side in (self.a, self.b)]
         slots = [_Slot(*({name: part[p] for name, part in side.items()} for side in parts), gate)
-                 for p, gate in enumerate(scale.split(self.ranks))]
+                 for p, gate in enumerate(self.scales)]
         tiles = cut(sizes, self.tile)
         lengths = [sum(size for _, size in tile) for tile in tiles]
         z, weights = _move(z, order.argsort()).split(lengths), weights.gather(-1, place)[order].split(lengths)
         y = [self._tile(*rows, [size for _, size in tile], [[slots[p] for p in sets[index]] for index, _ in tile])
              for *rows, tile in zip(z, weights, tiles)]
-        return _move(torch.cat(y), order)
+        return _move(torch.cat(y) if len(y) > 1 else y[0], order)
 
     def _tile(self, z: Tensor, weights: Tensor, sizes: list[int], slots: list[list[_Slot]]) -> Tensor:
         "[n, d], [n, k] -> [n, d], for groups of these sizes, one after the other, with k slots each."
-        total = weights.sum(-1, keepdim=True) if len(slots[0]) > 1 else weights
-        columns = z, weights / total, *(getattr(self.ffn, name)(z) for name in self.layout.inner)
-        if len(slots) == 1: h, low = self._group(slots[0], *columns)
-        else:
-            parts = [self._group(*rows) for rows in zip(slots, *(column.split(sizes) for column in columns))]
-            h, low = map(torch.cat, zip(*parts))
-        outer = getattr(self.ffn, self.layout.outer) # called as a module: it may be quantised, or have an adapter
-        return (outer(h) + low) * total
-
-    def _group(self, slots: list[_Slot], z: Tensor, shares: Tensor, *base: Tensor) -> tuple[Tensor, Tensor]:
-        "What enters the outer map, [n, m], and what the experts add to its output, [n, d]."
-        h, low = [], []
-        for slot, share in zip(slots, shares.split(1, -1)):
-            inner = base
-            if slot.gate.shape[-1]:
-                inner = (slot.change(name, self._drop(z), x) for name, x in zip(self.layout.inner, base))
+        k, slots = weights.shape[-1], list(zip(*slots)) # the j-th slots of all groups
+        total = weights if k == 1 else weights.sum(-1, keepdim=True)
+        base, h = [getattr(self.ffn, name)(z) for name in self.layout.inner], []
+        for j, own in enumerate(slots):
+            inner = [self._add(name, own, sizes, z, x, j == k - 1) for name, x in zip(self.layout.inner, base)]
             h_j = self.layout.hidden(self.ffn, *inner)
-            h.append(h_j if len(slots) == 1 else h_j * share)
-            low.append(slot.change(self.layout.outer, self._drop(h[-1])))
-        return functools.reduce(torch.add, h), functools.reduce(torch.add, low)
+            h.append(h_j if k == 1 else h_j * (weights[:, j, None] / total))
+        outer = getattr(self.ffn, self.layout.outer) # called as a module: it may be quantised, or have an adapter
+        y = outer(functools.reduce(torch.add, h))
+        for own, h_j in zip(slots, h): y = self._add(self.layout.outer, own, sizes, h_j, y, True)
+        return y * total
+
+    def _add(self, name: str, slots: list[_Slot], sizes: list[int], x: Tensor, base: Tensor, spare: bool) -> Tensor:
+        "[n, its inputs], [n, its outputs] -> [n, its outputs], in place of a base that is to spare."
+        x, copy = self._drop(x), torch.is_grad_enabled() or base.dtype != slots[0].b[name].dtype # gradients; autocast
+        out = None if copy else base if spare else torch.empty_like(base)
+        if len(sizes) == 1: return slots[0].add(name, x, base, out)
+        outs = [None] * len(sizes) if out is None else out.split(sizes)
+        parts = [slot.add(name, *rows) for slot, *rows in zip(slots, x.split(sizes), base.split(sizes), outs)]
+        return torch.cat(parts) if out is None else out
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout) if self.training and self.dropout else x

@@ -44,12 +44,13 @@ class Router(nn.Module):
         "pi of Eq. 6; experts that are switched off get 0."
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         vectors, d = self.vectors.to(z.dtype), z.shape[-1]
-        logits = F.linear(z, vectors[:, :d], None if self.biases is None else self.biases.to(z.dtype))
-        spread = (lambda mask: token_spread(z, mask) @ vectors[:, d:].T) if vectors.shape[1] > d else None
+        of_mean, *of_spread = vectors.split(d, 1) if vectors.shape[1] > d else [vectors]
+        logits = F.linear(z, of_mean, None if self.biases is None else self.biases.to(z.dtype))
+        spread = (lambda mask: token_spread(z, mask) @ of_spread[0].T) if of_spread else None
         blend = self.blend.clamp(0, 1)
         if torch.is_grad_enabled(): blend = self.blend + (blend - self.blend).detach()
         logits = logits.lerp(context.mean(logits, spread), blend.to(z.dtype))
-        return logits.masked_fill(~self.active, -torch.inf).softmax(-1)
+        return torch.where(self.active, logits, -torch.inf).softmax(-1)
 
     def forward(self,
         z: Tensor, # [B, T, d], what enters the FFN

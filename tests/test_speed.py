@@ -10,8 +10,10 @@ SPEED = Path(__file__).resolve().parent.parent / "nbs" / "experiments" / "speed.
 def test_tables_are_written_and_picks_are_those_of_float64(run_cells, tmp_path):
     space = run_cells(SPEED, dict(quick=True, out=str(tmp_path)))
     selection = pd.read_csv(tmp_path / "selection.csv")
-    assert len(selection) == len(space["sizes"]) * 4 and selection["greedy_map equal"].all()
+    assert len(selection) == len(space["sizes"]) * 4 and space["exactness"]["greedy_map"] == 1
     assert (selection[[f"{name}, ms" for name in space["contestants"]]] > 0).all(axis=None)
+    assert {file.stem for file in tmp_path.glob("*.csv")} == {"machine", "selection", "memory", "pool", "layer", "training", "decoding", "growth", "profile"}
+    assert (pd.read_csv(tmp_path / "profile.csv", index_col=0)["share of models"].between(0, 1)).all()
     assert (tmp_path / "selection.png").stat().st_size > 5000
 
 
