@@ -36,7 +36,7 @@ FORMS = dict(mean=1, logistic=1, moments=2) # form of routing vectors -> statist
 REACHES = "sequence", "prefix", "prompt"
 
 @cache
-def _layer_types() -> dict[str, type]: # reach -> layer of a cache; made when first asked for: `transformers` loads slowly
+def _layer_types() -> dict[str, type]: # reach -> layer of a cache; not made before it is needed: `transformers` is slow
     from transformers.cache_utils import DynamicLayer
 
     class PromptMean(DynamicLayer):

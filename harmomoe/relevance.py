@@ -18,6 +18,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss, roc_auc_score
 from sklearn.model_selection import StratifiedKFold, train_test_split
 from sklearn.preprocessing import StandardScaler
+from threadpoolctl import threadpool_limits
 from torch import nn
 
 from .core import seeded
@@ -62,15 +63,16 @@ def linear_probe(private: np.ndarray, # float32 [n, d], seed embeddings of the c
     y = np.arange(len(x)) < len(private)
     logits = np.empty((len(inverse_penalties), len(x)))
     maps = np.zeros((len(inverse_penalties), x.shape[1] + 1)) # the mean probe for each C: weights, then the bias
-    for train, held_out in StratifiedKFold(folds, shuffle=True, random_state=rng).split(x, y):
-        scaler = StandardScaler().fit(x[train])
-        inside, outside = scaler.transform(x[train]), scaler.transform(x[held_out])
-        for row, penalty in enumerate(inverse_penalties):
-            probe = LogisticRegression(C=penalty, max_iter=1000).fit(inside, y[train])
-            logits[row, held_out] = probe.decision_function(outside)
-            weights = probe.coef_[0] / scaler.scale_
-            maps[row] += np.append(weights, probe.intercept_[0] - weights @ scaler.mean_) / folds
-    platts = [LogisticRegression(C=1e6).fit(z[:, None], y) for z in logits]
+    with threadpool_limits(1, "blas"): # threads waiting for each other took four times as long
+        for train, held_out in StratifiedKFold(folds, shuffle=True, random_state=rng).split(x, y):
+            scaler = StandardScaler().fit(x[train])
+            inside, outside = scaler.transform(x[train]), scaler.transform(x[held_out])
+            for row, penalty in enumerate(inverse_penalties):
+                probe = LogisticRegression(C=penalty, max_iter=1000).fit(inside, y[train])
+                logits[row, held_out] = probe.decision_function(outside)
+                weights = probe.coef_[0] / scaler.scale_
+                maps[row] += np.append(weights, probe.intercept_[0] - weights @ scaler.mean_) / folds
+        platts = [LogisticRegression(C=1e6).fit(z[:, None], y) for z in logits]
     losses = [log_loss(y, platt.predict_proba(z[:, None])[:, 1]) for platt, z in zip(platts, logits)]
     best = int(np.argmin(losses))
     logits, platt = logits[best], platts[best]
