@@ -84,13 +84,12 @@ class HarmoMoEForCausalLM(PreTrainedModel, GenerationMixin):
         return [module for module in self.modules() if isinstance(module, LowRankMoE)]
 
     def _start(self) -> None:
-        "What no file holds: which parameters learn, and that all experts take part."
+        "What no file holds: which parameters learn."
         self.seed.requires_grad_(False)
         for module in self.modules():
             if isinstance(module, LowRankMoE): module.a.requires_grad_(True); module.b.requires_grad_(True)
             if isinstance(module, Router):
                 module.requires_grad_(True).blend.requires_grad_(self.config.router["learn_blend"])
-                module.active.fill_(True)
 
     @classmethod
     def from_pretrained(cls,

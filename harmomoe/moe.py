@@ -64,13 +64,13 @@ class UnifiedModel(Model):
         if not names or (unknown := set(names) - set(self.experts)):
             wrong = f"no expert {min(unknown)!r}" if names else "name at least one expert"
             raise ValueError(f"{wrong}; this model has {', '.join(self.experts)}.")
-        kept = [(layer.router, layer.router.active.clone(), layer.router.top_k) for layer in self.layers]
+        kept = [(layer.router, layer.router.active, layer.router.top_k) for layer in self.layers]
         for router, _, top_k in kept:
-            router.active.copy_(torch.tensor([name in names for name in self.experts]))
+            router.active = torch.tensor([name in names for name in self.experts], device=router.vectors.device)
             router.top_k = min(top_k, len(set(names)))
         try: yield self
         finally:
-            for router, active, top_k in kept: router.active.copy_(active); router.top_k = top_k
+            for router, active, top_k in kept: router.active, router.top_k = active, top_k
 
     def parameter_groups(self) -> dict[str, int]:
         "Number of parameters: the seed's tower, the experts' factors, the routers."

@@ -35,7 +35,7 @@ class Router(nn.Module):
         self.biases = None if biases is None else nn.Parameter(biases.clone())
         self.blend = nn.Parameter(torch.tensor(float(blend)), requires_grad=learn_blend)
         self.top_k, self.renormalise = top_k, renormalise
-        self.register_buffer("active", torch.ones(len(vectors), dtype=torch.bool), persistent=False)
+        self.active: Tensor | None = None # bool [E], the experts that take part; None if all do
 
     def probabilities(self,
         z: Tensor, # [B, T, d], what enters the FFN
@@ -50,7 +50,8 @@ class Router(nn.Module):
         blend = self.blend.clamp(0, 1)
         if torch.is_grad_enabled(): blend = self.blend + (blend - self.blend).detach()
         logits = logits.lerp(context.mean(logits, spread), blend.to(z.dtype))
-        return torch.where(self.active, logits, -torch.inf).softmax(-1)
+        if self.active is not None: logits = logits.masked_fill(~self.active, -torch.inf)
+        return logits.softmax(-1)
 
     def forward(self,
         z: Tensor, # [B, T, d], what enters the FFN
