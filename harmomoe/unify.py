@@ -27,7 +27,7 @@ from .moe import UnifiedModel, check_bundles, unite
 from .named import paper_benchmark, paper_texts
 from .proxies import ProxySet, select_proxies
 from .relevance import Relevance, fine_tuned_classifier, linear_probe
-from .routing import RoutingVectors, client_routing, public_routing, shared_means
+from .routing import RoutingVectors, client_routing, public_routing
 from .seed import Seed
 
 # %% ../nbs/27_unify.ipynb #6a6af2c8
@@ -209,10 +209,8 @@ def run_client(domain: Domain, # the client's private data
     expert = expert_stage(domain, seed, pool, proxies, config, folder, workers, progress)
     def describe(partial):
         tower, (train, public) = load_expert(seed, expert / ADAPTER), _training_data(domain, proxies, pool, config)
-        form, sample, reach = config.router.form, public_sample(pool, config), config.router.context
-        alike = shared and form != "mean" # which needs no public samples
-        in_seed = shared_means(form, seed, sample, shared, workers, reach) if alike else None
-        client_routing(form, seed, tower, train, public, sample, workers, reach, in_seed).save(partial)
+        client_routing(config.router.form, seed, tower, train, public, public_sample(pool, config), workers,
+                       config.router.context, shared).save(partial)
     made = read_manifest(expert)
     described = dict(expert=digest([made["inputs"], made["files"]]), form=config.router.form,
                      public_samples=config.public_samples, rng=config.rng, prompt=config.router.context == "prompt")

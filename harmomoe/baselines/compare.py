@@ -198,8 +198,8 @@ def run_rows(rows: list[Row],
     rows, wanted = list(dict.fromkeys(rows)), rows
     missing = [row for row in rows if not _find_row(row, source, folder, split)]
     alone = [row for row in missing if find_method(row.method).needs in ("rounds", "data")] # these train by themselves
-    first = _client_tasks(missing, source, folder) + [(run_row, row, source, folder, split) for row in alone]
-    _run(first, processes, "clients")
+    longest = [(run_row, row, source, folder, split) for row in alone] # first, so that none is left alone in the end
+    _run(longest + _client_tasks(missing, source, folder), processes, "clients")
     found = dict(zip(rows, _run([(run_row, row, source, folder, split) for row in rows], processes, "rows")))
     return [found[row] for row in wanted]
 

@@ -25,7 +25,7 @@ from ..experts import train, union_label_space
 from ..finetune import finetune, proxy_union
 from ..layer import RouterSettings
 from ..moe import UnifiedModel, unite
-from ..routing import RoutingVectors, layer_means, public_routing, shared_means
+from ..routing import RoutingVectors, layer_means, public_means, public_routing
 from ..seed import Seed, labelled
 from ..unify import Config, public_sample, select_stage
 
@@ -86,9 +86,9 @@ def train_anchored(domain: Domain, # the client's private data
                   public_samples=config.public_samples, classes=domain.classes, public_classes=pool.classes,
                   rng=config.rng)
     def build(partial):
-        sample, means = public_sample(pool, config), lambda data: layer_means(seed, seed.tower, data, workers=workers)
-        public = shared_means("logistic", seed, sample, shared, workers) if shared else means(sample)
-        model = anchored_pair(seed, domain.name, means(domain.train).mean(1) - public.mean(1), config)
+        private = layer_means(seed, seed.tower, domain.train, workers=workers).mean(1)
+        public = public_means("logistic", seed, public_sample(pool, config), shared, workers).mean(1)
+        model = anchored_pair(seed, domain.name, private - public, config)
         losses = train(seed, model.tower, labelled(domain.train), union_label_space(domain.classes, pool.classes),
                        config.expert, config.rng, workers, f"anchored expert {domain.name}" if progress else "")
         save_own_expert(partial, model, config)
