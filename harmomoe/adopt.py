@@ -8,7 +8,7 @@ Docs: https://harmomoe.github.io/harmomoe/adopt.html.md"""
 __all__ = ['average_others', 'example_domain', 'adopt']
 
 # %% ../nbs/33_adopt.ipynb #0a8de17e
-import hashlib
+import copy, hashlib
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -33,8 +33,9 @@ def average_others(seed: Seed, # the shared seed; it is not changed
     experts: list[Expert], # one for each client, read with others="average"
     ) -> tuple[Seed, list[Expert]]: # another seed, with the mean change; the experts, which differ from it in FFNs only
     "Add the mean over the clients of what they changed besides their FFNs, as Branch-Train-MiX does."
-    changed = seed.copy_as(f"{seed.name}-averaged")
-    weights = whole_model(changed)[0].state_dict()
+    changed = copy.deepcopy(seed)
+    vars(changed).pop("_weights", None) # the digest, if it was asked for: it will be another
+    changed.name, weights = f"{seed.name}-averaged", whole_model(changed)[0].state_dict()
     for expert in experts:
         for name, change in expert.others.items(): weights[name] += (change / len(experts)).to(weights[name])
     return changed, [replace(expert, others={}) for expert in experts]

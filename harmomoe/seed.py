@@ -82,15 +82,6 @@ class Seed:
         "A copy of the tower, frozen, that a caller may change."
         return copy.deepcopy(self.tower)
 
-    def copy_as(self,
-        name: str, # of the copy
-        ) -> "Seed": # whose weights a caller may change: their digest is taken when it is asked for
-        "Another seed with the same weights."
-        copied = copy.deepcopy(self)
-        vars(copied).pop("_weights", None)
-        copied.name = name
-        return copied
-
     def connect(self,
         tower: nn.Module, # a tower whose FFNs have become MoE layers
         reach: str, # how far a token sees, as in `Context`
