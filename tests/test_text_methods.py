@@ -21,6 +21,7 @@ from harmomoe.bundle import read_bundle
 from harmomoe.core import digest_weights
 from harmomoe.domains import load_benchmark
 from harmomoe.evaluate import accuracy
+from harmomoe.exchange import to_transformers
 from harmomoe.experts import Training, train, train_expert, union_label_space
 from harmomoe.finetune import observe_routing, proxy_union
 from harmomoe.layer import RouterSettings
@@ -193,6 +194,14 @@ def test_ensemble_of_letters_is_the_mean_of_its_members_answers(play, text, scor
         [batch] = text.seed.batches(text.data, LETTERS, 100)
         for tower in ensemble.towers: parts.append(text.seed.scorer(LETTERS)(tower, batch).double().softmax(-1))
     assert torch.allclose(scores(ensemble)["all"].double().exp(), torch.stack(parts).mean(0), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["btx", "flexolmo"])
+def test_system_that_routes_by_single_tokens_generates_with_a_cache(name, play):
+    model, ids = to_transformers(play(name).model), torch.arange(40, 52)[None]
+    cached, whole = (model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False,
+                                    use_cache=use_cache) for use_cache in (True, False))
+    assert torch.equal(cached, whole) and cached.shape[1] > ids.shape[1]
 
 
 @pytest.mark.parametrize("reading", [dict(scoring="text", loss_on="all"), dict(dtype=torch.bfloat16),

@@ -30,9 +30,9 @@ def random_public(pool: Domain, # the public pool
 
 def linear_router(top_k: int, # experts that process a token
     ) -> RouterSettings:
-    "A router that sees the token alone and starts from random numbers."
+    "A router that sees the token alone, for which any context does, and starts from random numbers."
     return RouterSettings(top_k=top_k, seed_expert=False, blend=0., learn_blend=False, renormalise=top_k > 1,
-                          initial="random")
+                          initial="random", context="prompt")
 
 def mix(bundles, seed, pool, config, workers=0, progress=False) -> tuple[UnifiedModel, dict]:
     "FFNs into one model; routers and FFNs are trained on random public samples."

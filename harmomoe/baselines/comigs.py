@@ -35,7 +35,8 @@ class Participant:
         self.name, self.config, self._rounds = domain.name, config, 0
         self._train, self._validation = labelled(domain.train), labelled(domain.validation)
         self._classes = union_label_space(domain.classes, pool.classes)
-        settings = RouterSettings(top_k=2, seed_expert=False, blend=0., learn_blend=False, initial="random")
+        settings = RouterSettings(top_k=2, seed_expert=False, blend=0., learn_blend=False, initial="random",
+                                  context="prompt") # any would do: single tokens count
         self.model = UnifiedModel(seed, ["generalist", "specialist"], [config.rank] * 2,
                                   [config.alpha / config.rank] * 2, settings)
         self.model.start_experts(config.dropout, config.rng) # the same generalist for everybody

@@ -30,7 +30,7 @@ from ..seed import Seed, labelled
 from ..unify import Config, public_sample, select_stage
 
 # %% ../../nbs/baselines/07_flexolmo.ipynb #54223963
-ANCHORED = RouterSettings(seed_expert=True, blend=0., learn_blend=False, initial="logistic")
+ANCHORED = RouterSettings(seed_expert=True, blend=0., learn_blend=False, initial="logistic", context="prompt")
 
 def anchored_pair(seed: Seed, # the shared seed
     name: str, # the client's

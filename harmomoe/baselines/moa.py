@@ -57,7 +57,7 @@ def only_routers(model: UnifiedModel, # changed in place
 def name_domains(bundles, seed, pool, config, workers=0, progress=False) -> tuple[UnifiedModel, dict]:
     "All adapters in one model; its routers learn to name the client."
     settings = RouterSettings(top_k=config.router.top_k, seed_expert=False, blend=1., learn_blend=False,
-                              initial="random")
+                              initial="random", context=config.router.context)
     model = only_routers(unite(seed, bundles, None, settings, config.rng))
     losses = train(seed, model.tower, owned_proxies(bundles, pool), model.experts, config.finetune, config.rng,
                    workers, "MoA" if progress else "", domain_loss(model))
