@@ -608,6 +608,16 @@ def test_flexolmo_trains_one_line_beside_the_public_one_and_sends_the_pair(tiny,
     assert torch.allclose(logits(united)["all"], logits(pair)["all"], atol=1e-5)
 
 
+def test_weights_of_flexolmos_experts_sum_to_one_as_those_of_a_pair(tiny, tmp_path):
+    config = untrained(flexolmo.adjust(tiny.settings))
+    bundles = [read_bundle(train_anchored(client, tiny.seed, tiny.pool, tiny.embeddings, config, tmp_path / client.name),
+                           tiny.seed) for client in tiny.clients]
+    united, _ = run_server(flexolmo, bundles, tiny.seed, tiny.pool, replace(config, router=RouterSettings(top_k=2)))
+    for layer in united.layers:
+        weights, _ = layer.router(torch.randn(1, 5, tiny.seed.width))
+        assert len(layer.router.vectors) > 2 == weights.shape[-1] and torch.allclose(weights.sum(-1), torch.ones(1, 5))
+
+
 @pytest.mark.parametrize("name", FLEXOLMOS[1:])
 def test_flexolmos_forms_differ_in_the_proxies_alone(name, play):
     for one, two in zip(play(FLEXOLMOS[0]).received, play(name).received):
