@@ -47,13 +47,12 @@ def _continued(seed, tower: nn.Module, questions: list[list[tuple]]) -> Tensor:
     return log_likelihoods(logits, pad(replies, -100, True).to(seed.device))
 
 def _from_the_beginning(seed, tower: nn.Module, texts: list[tuple]) -> Tensor:
-    "Log likelihoods of answers; each text is read whole."
-    columns = ([q + r for q, r in texts], [[1] * len(q + r) for q, r in texts],
-               [[1] * len(q) + [0] * len(r) for q, r in texts], [[-100] * len(q) + r for q, r in texts])
+    "Log likelihoods of answers; each text is read whole, but for its last token, after which nothing is asked."
+    columns = ([(q + r)[:-1] for q, r in texts], [[1] * (len(q + r) - 1) for q, r in texts],
+               [[1] * len(q) + [0] * (len(r) - 1) for q, r in texts], [[-100] * (len(q) - 1) + r for q, r in texts])
     ids, mask, asked, labels = map(pad, columns, (seed.padding, 0, 0, -100))
     last = max(len(r) for q, r in texts)
-    found = seed.logits(tower, ids, mask, asked, last + 1)[:, :-1]
-    return log_likelihoods(found, labels[:, -last:].to(seed.device))
+    return log_likelihoods(seed.logits(tower, ids, mask, asked, last), labels[:, -last:].to(seed.device))
 
 def choice_scores(seed, # a `DecoderSeed`
     tower: nn.Module, # its tower, or one like it
