@@ -150,7 +150,8 @@ def _client_task(rows: list[Row], rng: int, client: str, source: Source, folder:
                         folder / "clients", bundles, source.workers)
 
 def _client_tasks(rows: list[Row], source: Source, folder: Path) -> list[tuple]:
-    "One task for each client and random seed, since its rows share stages; rows that ask the same of it count once."
+    """One task for each client and random seed, since its rows share stages; rows that ask the same of it count once.
+    The longest comes first, so that none is left alone in the end."""
     different = {}
     for row in rows:
         method = find_method(row.method)
@@ -158,8 +159,9 @@ def _client_tasks(rows: list[Row], source: Source, folder: Path) -> list[tuple]:
         config = method.adjust(row.config)
         asked = asdict(config) | dict(finetune=None, router=config.router.form)
         different.setdefault(row.config.rng, {}).setdefault(digest([method.client.__name__, asked]), row)
-    return [(_client_task, list(asking.values()), rng, client.name, source, folder)
-            for rng, asking in different.items() for client in source.benchmark(rng).clients]
+    tasks = [(len(client.train) * len(asking), (_client_task, list(asking.values()), rng, client.name, source, folder))
+             for rng, asking in different.items() for client in source.benchmark(rng).clients]
+    return [task for _, task in sorted(tasks, key=lambda each: -each[0])]
 
 def _quiet_worker(onednn: bool) -> None:
     torch.set_num_threads(1)
