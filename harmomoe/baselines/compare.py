@@ -159,9 +159,9 @@ def _client_tasks(rows: list[Row], source: Source, folder: Path) -> list[tuple]:
         config = method.adjust(row.config)
         asked = asdict(config) | dict(finetune=None, router=config.router.form)
         different.setdefault(row.config.rng, {}).setdefault(digest([method.client.__name__, asked]), row)
-    tasks = [(len(client.train) * len(asking), (_client_task, list(asking.values()), rng, client.name, source, folder))
-             for rng, asking in different.items() for client in source.benchmark(rng).clients]
-    return [task for _, task in sorted(tasks, key=lambda each: -each[0])]
+    pairs = [(rng, client) for rng in different for client in source.benchmark(rng).clients]
+    pairs.sort(key=lambda pair: -len(different[pair[0]]) * len(pair[1].train))
+    return [(_client_task, list(different[rng].values()), rng, client.name, source, folder) for rng, client in pairs]
 
 def _quiet_worker(onednn: bool) -> None:
     torch.set_num_threads(1)
