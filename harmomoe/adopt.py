@@ -18,14 +18,14 @@ import torch
 from .bundle import ADAPTER, write_bundle
 from .context import FORMS
 from .convert import Expert, whole_model, write_adapter
-from .core import digest, keep, seeded
+from .core import keep, seeded
 from .domains import Domain, fingerprint
 from .experts import load_expert
 from .proxies import select_proxies
 from .routing import RoutingVectors, client_routing
 from .seed import Seed
 from .texts import text_dataset
-from .unify import Config, public_sample, select_stage
+from .unify import Config, own_rng, public_sample, select_stage
 
 # %% ../nbs/33_adopt.ipynb #7e25be44
 @torch.no_grad()
@@ -51,7 +51,7 @@ def example_domain(name: str, # of the client
 
 def _from_nothing(name: str, seed: Seed, pool: Domain, embeddings: np.ndarray, config: Config) -> tuple:
     "Random proxies and routing vectors, other ones for each name."
-    rng = int(digest([config.rng, name])[:8], 16)
+    rng = own_rng(config, name)
     proxies = select_proxies(embeddings, np.ones(len(embeddings)), config.proxies, method="random", seed=rng,
                              pool_fingerprint=fingerprint(pool.train))
     form = config.router.form

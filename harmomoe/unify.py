@@ -6,7 +6,7 @@ Docs: https://harmomoe.github.io/harmomoe/unify.html.md"""
 
 # %% auto #0
 __all__ = ['TEXT_EXPERT', 'TEXT_FINETUNE', 'EMBEDDED_EXPERT', 'EMBEDDED_ROUTER', 'EMBEDDED_FINETUNE', 'Config', 'open_benchmark',
-           'check_settings', 'select_stage', 'public_sample', 'expert_stage', 'run_client', 'unify']
+           'check_settings', 'own_rng', 'select_stage', 'public_sample', 'expert_stage', 'run_client', 'unify']
 
 # %% ../nbs/27_unify.ipynb #9b3fba89
 from dataclasses import asdict, dataclass, replace
@@ -132,6 +132,12 @@ def _relevance(seed, domain, pool, embeddings, config, folder, workers) -> Relev
     private = cached_embeddings(seed, domain.train, Path(folder, "embeddings"), workers)
     return linear_probe(private, embeddings, config.negatives, rng=config.rng)
 
+def own_rng(config: Config,
+    name: str, # of the client
+    ) -> int: # 0 to 2**32 - 1
+    "The random seed of what a client draws for itself alone; clients with the same `config.rng` draw independently."
+    return int(digest([config.rng, name])[:8], 16)
+
 def select_stage(domain: Domain, # the client's private data
     seed: Seed, # the shared seed
     pool: Dataset, # the public pool D_0
@@ -151,11 +157,11 @@ def select_stage(domain: Domain, # the client's private data
     path = keep(folder, "relevance", judged, judge)
     stored = np.load(path / "relevance.npz")
     r = Relevance(stored["scores"], stored["private"], read_manifest(path)["facts"])
-    fields = "candidates", "proxies", "selection", "fill"
+    fields, draw = ("candidates", "proxies", "selection", "fill"), own_rng(config, domain.name)
     def select(partial):
-        select_proxies(embeddings, r.scores, config.proxies, config.candidates, config.selection, config.rng, public,
+        select_proxies(embeddings, r.scores, config.proxies, config.candidates, config.selection, draw, public,
                        config.fill).save(partial / PROXIES)
-    path = keep(folder, "proxies", judged | {name: getattr(config, name) for name in fields}, select)
+    path = keep(folder, "proxies", judged | {name: getattr(config, name) for name in fields} | dict(draw=draw), select)
     return ProxySet.load(path / PROXIES), r
 
 def public_sample(pool: Domain, # the public pool
