@@ -8,7 +8,7 @@ Docs: https://harmomoe.github.io/harmomoe/layer.html.md"""
 __all__ = ['group', 'cut', 'LowRankMoE', 'RouterSettings', 'insert_experts']
 
 # %% ../nbs/22_layer.ipynb #22f6ed9e
-import functools, itertools, math
+import itertools, math
 from dataclasses import dataclass
 
 import torch
@@ -54,20 +54,75 @@ def _move(x: Tensor, to: Tensor) -> Tensor:
     "Row i becomes row to[i]. Unlike x[order], it has a gradient that need not add up."
     return torch.empty_like(x).index_copy(0, to, x)
 
+def _times(low: Tensor, share: Tensor | None) -> Tensor:
+    return low if share is None else low * share
+
+def _add_groups(x: Tensor, share: Tensor | None, out: Tensor, a: Tensor, b: Tensor, runs: list) -> list[Tensor]:
+    "Add to `out`, in place, what the experts add; and A x of each group."
+    low, place = [], 0
+    for size, rows, scale in runs:
+        part, place = slice(place, place + size), place + size
+        low.append((x[part] @ a[rows].T).to(out.dtype)) # autocast
+        if len(a[rows]): out[part].addmm_(_times(low[-1], None if share is None else share[part]), b[rows], alpha=scale)
+    return low
+
+class _Grouped(torch.autograd.Function):
+    "What experts add to groups of tokens. By itself autograd would copy all of them and keep a graph for each group."
+    @staticmethod
+    def forward(ctx, x, share, base, a, b, runs): # [n, inputs], [n, 1] or None, [n, outputs], [R, inputs], [R, outputs]
+        out, ctx.runs = base.clone(), runs
+        ctx.save_for_backward(x, share, a, b, *_add_groups(x, share, out, a, b, runs))
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (x, share, a, b, *low), place = ctx.saved_tensors, 0
+        d_x, d_a, d_b = torch.empty_like(x), torch.zeros_like(a), torch.zeros_like(b)
+        d_share = None if share is None else torch.empty_like(share)
+        for (size, rows, scale), low in zip(ctx.runs, low):
+            part, place = slice(place, place + size), place + size
+            own = None if share is None else share[part]
+            d_low = grad[part] @ b[rows].T * scale
+            if share is not None: torch.sum(d_low * low, 1, keepdim=True, out=d_share[part])
+            d_low = _times(d_low, own)
+            torch.mm(d_low, a[rows], out=d_x[part])
+            d_a[rows].addmm_(d_low.T, x[part])
+            d_b[rows].addmm_(_times(low, own).T, grad[part], alpha=scale)
+        return d_x, d_share, grad, d_a, d_b, None
+
+@dataclass
+class _Runs:
+    "What the j-th expert of each token adds to the linear maps, for tokens in groups."
+    a: dict[str, Tensor] # name of a linear map -> [R, its inputs]
+    b: dict[str, Tensor] # name of a linear map -> [R, its outputs]
+    runs: list[tuple[int, slice, float]] # of each group: its size, its expert's rows of the factors, and alpha / r
+
+    def add(self, name: str, x: Tensor, base: Tensor, spare: bool, share: Tensor | None = None) -> Tensor:
+        "[n, its inputs], [n, its outputs], [n, 1] -> [n, its outputs], in place of a base that is to spare."
+        x, a, b = (table.to(base.dtype) for table in (x, self.a[name], self.b[name])) # autocast
+        if torch.is_grad_enabled(): return _Grouped.apply(x, share, base, a, b, self.runs)
+        out = base if spare else base.clone()
+        _add_groups(x, share, out, a, b, self.runs)
+        return out
+
 @dataclass
 class _Slot:
-    "What the j-th expert of each token adds to the linear maps."
+    "The same for tokens in any order, by a mask, and for a single one."
     a: dict[str, Tensor] # name of a linear map -> [R, its inputs]
     b: dict[str, Tensor] # name of a linear map -> [R, its outputs]
     gate: float | Tensor # alpha / r; or that of each row, [n, R], and 0 where the row is not that of the token's expert
     sums: bool = False # for one token: oneDNN takes longer to begin a product than to add up what it is made of
 
-    def add(self, name: str, x: Tensor, base: Tensor, out: Tensor | None = None) -> Tensor:
-        "[n, its inputs], [n, its outputs] -> [n, its outputs], in `out` if there is one"
+    def add(self, name: str, x: Tensor, base: Tensor, spare: bool, share: Tensor | None = None) -> Tensor:
+        "As for groups."
         a, b = self.a[name], self.b[name]
-        if not len(a): return base if out is None or out is base else out.copy_(base) # the seed's own FFN
-        if self.sums: return torch.add(base, ((a * x).sum(-1, keepdim=True) * b).sum(0), alpha=self.gate, out=out)
-        low = F.linear(x, a)
+        if not len(a): return base # the seed's own FFN
+        out = base if spare and not torch.is_grad_enabled() and base.dtype == b.dtype else None # gradients; autocast
+        if self.sums:
+            low = _times((a * x).sum(-1, keepdim=True), share)
+            return torch.add(base, (low * b).sum(0), alpha=self.gate, out=out)
+        low = _times(F.linear(x, a), share)
         if isinstance(self.gate, float): return torch.addmm(base, low, b, alpha=self.gate, out=out)
         return torch.addmm(base, low * self.gate, b, out=out)
 
@@ -107,7 +162,7 @@ class LowRankMoE(nn.Module):
         else:
             a, b, scale = self.a(z.dtype), self.b(z.dtype), self.scale.to(z.dtype)
             slots = [_Slot(a, b, scale * (chosen == self.owner)) for chosen in experts.split(1, -1)]
-        return self._tile(tokens, weights, [len(tokens)], [slots]).view_as(z)
+        return self._tile(tokens, weights, slots).view_as(z)
 
     def _own(self, expert: int, dtype: torch.dtype) -> _Slot:
         "The slot of a single token."
@@ -118,38 +173,35 @@ class LowRankMoE(nn.Module):
         "[n, d], [n, k], [n, k] -> [n, d], with the tokens of each set of experts together."
         experts, place = experts.sort(-1) # so that a set has one order
         order, sizes, sets = group(experts, len(self.ranks))
-        parts = [{name: table.split(self.ranks) for name, table in side(z.dtype).items()} for side in (self.a, self.b)]
-        slots = [_Slot(*({name: part[p] for name, part in side.items()} for side in parts), gate)
-                 for p, gate in enumerate(self.scales)]
+        a, b = self.a(z.dtype), self.b(z.dtype)
         tiles = cut(sizes, self.tile)
         lengths = [sum(size for _, size in tile) for tile in tiles]
         z, weights = _move(z, order.argsort()).split(lengths), weights.gather(-1, place)[order].split(lengths)
-        y = [self._tile(*rows, [size for _, size in tile], [[slots[p] for p in sets[index]] for index, _ in tile])
+        y = [self._tile(*rows, [_Runs(a, b, self._runs(tile, sets, j)) for j in range(self.router.top_k)])
              for *rows, tile in zip(z, weights, tiles)]
         return _move(torch.cat(y) if len(y) > 1 else y[0], order)
 
-    def _tile(self, z: Tensor, weights: Tensor, sizes: list[int], slots: list[list[_Slot]]) -> Tensor:
-        "[n, d], [n, k] -> [n, d], for groups of these sizes, one after the other, with k slots each."
-        k, slots = weights.shape[-1], list(zip(*slots)) # the j-th slots of all groups
-        total = weights if k == 1 else weights.sum(-1, keepdim=True)
-        base, h = [getattr(self.ffn, name)(z) for name in self.layout.inner], []
-        for j, own in enumerate(slots):
-            inner = [self._add(name, own, sizes, z, x, j == k - 1) for name, x in zip(self.layout.inner, base)]
-            h_j = self.layout.hidden(self.ffn, *inner)
-            h.append(h_j if k == 1 else h_j * (weights[:, j, None] / total))
-        outer = getattr(self.ffn, self.layout.outer) # called as a module: it may be quantised, or have an adapter
-        y = outer(functools.reduce(torch.add, h))
-        for own, h_j in zip(slots, h): y = self._add(self.layout.outer, own, sizes, h_j, y, True)
-        return y * total
+    def _runs(self, tile: list[tuple[int, int]], sets: list[list[int]], j: int) -> list[tuple[int, slice, float]]:
+        "The j-th experts of the groups in a tile; neighbours with the same one count as one group."
+        same = itertools.groupby(tile, lambda part: sets[part[0]][j])
+        return [(sum(size for _, size in parts), slice(*self.starts[p:p + 2]), self.scales[p]) for p, parts in same]
 
-    def _add(self, name: str, slots: list[_Slot], sizes: list[int], x: Tensor, base: Tensor, spare: bool) -> Tensor:
-        "[n, its inputs], [n, its outputs] -> [n, its outputs], in place of a base that is to spare."
-        x, copy = self._drop(x), torch.is_grad_enabled() or base.dtype != slots[0].b[name].dtype # gradients; autocast
-        out = None if copy else base if spare else torch.empty_like(base)
-        if len(sizes) == 1: return slots[0].add(name, x, base, out)
-        outs = [None] * len(sizes) if out is None else out.split(sizes)
-        parts = [slot.add(name, *rows) for slot, *rows in zip(slots, x.split(sizes), base.split(sizes), outs)]
-        return torch.cat(parts) if out is None else out
+    def _tile(self, z: Tensor, weights: Tensor, slots: list) -> Tensor:
+        "[n, d], [n, k] -> [n, d]"
+        base, h = [getattr(self.ffn, name)(z) for name in self.layout.inner], []
+        for j, slot in enumerate(slots):
+            inner = [slot.add(name, self._drop(z), x, j == len(slots) - 1) for name, x in zip(self.layout.inner, base)]
+            h.append(self.layout.hidden(self.ffn, *inner))
+        outer = getattr(self.ffn, self.layout.outer) # called as a module: it may be quantised, or have an adapter
+        if len(slots) == 1: return slots[0].add(self.layout.outer, self._drop(h[0]), outer(h[0]), True) * weights
+        so_far = weights.cumsum(-1).clamp(min=torch.finfo(weights.dtype).tiny**.5) # of a saturated router it may be 0
+        mean, total = h[0], so_far[:, -1:]
+        steps, shares = ((weights / sums).to(mean.dtype).split(1, -1) for sums in (so_far, total)) # autocast
+        for h_j, step in zip(h[1:], steps[1:]): mean = torch.lerp(mean, h_j, step)
+        y = outer(mean)
+        for slot, h_j, share in zip(slots, h, shares):
+            y = slot.add(self.layout.outer, self._drop(h_j), y, True, share)
+        return y * total
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout) if self.training and self.dropout else x
