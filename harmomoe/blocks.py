@@ -48,7 +48,7 @@ class Picks:
         return self.factor.diagonal().numpy()
 
 # %% ../nbs/15_blocks.ipynb #1580357a
-HOT, MOST = 256, 32      # rows that a block picks from, and picks of a block at most
+HOT, MOST = (128, 512), 48       # rows that a block picks from, least and most; and picks of a block at most
 ERROR = 8 * torch.finfo(torch.float32).eps       # of a distance in float32, at most
 
 def _block(hot, score, weight, place, level, beyond, most, settle):
@@ -130,6 +130,7 @@ def block_greedy(
         winner = choose(gain_of(log_weight[near], residual, floor), residual)
         return int(near[winner]) if winner >= 0 else -1
     outside.look()
+    size = HOT[0]
     while len(places) < m:
         gain = gain_of(log_weight[:outside.count], outside.distance()**2, .9 * floor)
         gain[places] = -np.inf
@@ -142,14 +143,14 @@ def block_greedy(
         def level(score, weight): # what a score must have to be near this one
             return score - 4 * ERROR * math.sqrt(heaviest * score) - 2 * ERROR if score > 2 * floor * weight else 0
         bar = level(1, weight[best])
-        if unseen and (unseen >= bar or np.count_nonzero(score > unseen) < HOT): outside.look(); continue
+        if unseen and (unseen >= bar or np.count_nonzero(score > unseen) < size): outside.look(); continue
         near = np.flatnonzero((score >= bar) & (score > 0))
         if len(near) > 1 or 2 * floor * weight[best] >= 1:
             if (best := settle(near)) < 0: break
         warm, beyond = np.ones(outside.count, bool), unseen
-        if outside.count > HOT:
-            down = np.argpartition(-score, HOT)
-            warm[down[HOT:]], warm[best], beyond = False, True, max(unseen, score[down[HOT]])
+        if outside.count > size:
+            down = np.argpartition(-score, size)
+            warm[down[size:]], warm[best], beyond = False, True, max(unseen, score[down[size]])
         hot = np.flatnonzero(warm)
         chosen, more, basis = _block(
             outside.take(hot), score[hot].astype(np.float32), weight[hot].astype(np.float32), int(np.searchsorted(hot, best)),
@@ -157,6 +158,8 @@ def block_greedy(
             lambda near, chosen: int(np.searchsorted(hot, place)) if (place := settle(hot[near], hot[chosen])) >= 0 else -1)
         places, distances = places + hot[chosen].tolist(), distances + more
         outside.lose(basis)
+        if len(chosen) == MOST: size = max(size // 2, HOT[0])        # a smaller block would have done
+        elif 2 * len(chosen) < MOST: size = min(2 * size, HOT[1])    # it ended early
     items = order[places].tolist()
     picks.extend(items[len(picks.items):])
     if np.abs(picks.distance() - distances).max(initial=0) > ERROR:

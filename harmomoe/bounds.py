@@ -71,10 +71,10 @@ class Rows:
 
     def unit(self, ids=None) -> np.ndarray:      # float64 [k, d], rows `ids` (all for None) scaled to length 1
         "Directions to 16 digits."
-        rows = self.float64(np.arange(len(self)) if ids is None else ids)
-        rows /= np.abs(rows).max(axis=1, keepdims=True)      # first, so that squares neither overflow nor vanish
-        rows /= np.sqrt(np.einsum("ij,ij->i", rows, rows))[:, None]
-        return rows
+        rows = torch.from_numpy(self.float64(np.arange(len(self)) if ids is None else ids))
+        rows /= rows.abs().amax(1, keepdim=True)             # first, so that squares neither overflow nor vanish
+        rows /= torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        return rows.numpy()
 
     def float32(self, ids) -> tuple:             # rows [k, d] and factor [k] on the device; their product is the unit
         "Directions to 7 digits, for large products."
