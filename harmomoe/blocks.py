@@ -138,8 +138,9 @@ def block_greedy(
         if gain[best] == -np.inf and outside.count == n: break
         if gain[best] == -np.inf: outside.look(); continue
         score, weight = np.exp(gain - gain[best]), log_weight[:outside.count] - gain[best]
-        weight = np.exp(np.where(gain > -np.inf, np.minimum(weight, 80), -np.inf)) # of rows that are out of the question 0
-        heaviest, unseen = weight.max(), math.exp(log_weight[outside.count] - gain[best]) if outside.count < n else 0
+        weight = np.exp(np.where(gain > -np.inf, np.minimum(weight, 80), -np.inf)) # 0 where out of the question
+        heaviest = weight.max()
+        unseen = math.exp(log_weight[outside.count] - gain[best]) if outside.count < n else 0
         def level(score, weight): # what a score must have to be near this one
             return score - 4 * ERROR * math.sqrt(heaviest * score) - 2 * ERROR if score > 2 * floor * weight else 0
         bar = level(1, weight[best])
@@ -152,10 +153,12 @@ def block_greedy(
             down = np.argpartition(-score, size)
             warm[down[size:]], warm[best], beyond = False, True, max(unseen, score[down[size]])
         hot = np.flatnonzero(warm)
+        def settle_hot(near, chosen): # the same among places in `hot`
+            winner = settle(hot[near], hot[chosen])
+            return int(np.searchsorted(hot, winner)) if winner >= 0 else -1
         chosen, more, basis = _block(
-            outside.take(hot), score[hot].astype(np.float32), weight[hot].astype(np.float32), int(np.searchsorted(hot, best)),
-            level, beyond, min(MOST, m - len(places)),
-            lambda near, chosen: int(np.searchsorted(hot, place)) if (place := settle(hot[near], hot[chosen])) >= 0 else -1)
+            outside.take(hot), score[hot].astype(np.float32), weight[hot].astype(np.float32),
+            int(np.searchsorted(hot, best)), level, beyond, min(MOST, m - len(places)), settle_hot)
         places, distances = places + hot[chosen].tolist(), distances + more
         outside.lose(basis)
         if len(chosen) == MOST: size = max(size // 2, HOT[0])        # a smaller block would have done
