@@ -34,9 +34,11 @@ class Picks:
         square, failed = torch.linalg.cholesky_ex(unit @ unit.T - along.T @ along)
         if failed: raise ArithmeticError("float32 took a row in the span of the picks for one outside it; "
                                          "use method='features'.")
-        self.unit = torch.cat([self.unit, unit]) if self.items else unit
-        above = torch.nn.functional.pad(self.factor, (0, len(items)))
-        self.factor = torch.cat([above, torch.cat([along.T, square], 1)]) if self.items else square
+        if not self.items: self.unit, self.factor = unit, square
+        else:
+            above = torch.nn.functional.pad(self.factor, (0, len(items)))
+            self.unit = torch.cat([self.unit, unit])
+            self.factor = torch.cat([above, torch.cat([along.T, square], 1)])
         self.items += items
 
     def residual(self, ids) -> np.ndarray:       # int64 [k] -> float64 [k]
