@@ -7,7 +7,7 @@ import pytest
 
 TABLES = Path(__file__).resolve().parent.parent / "nbs" / "experiments" / "tables.ipynb"
 FILES = {"methods", "selection", "context", "proxy-aligned-experts", "final-fine-tuning", "lambda", "router",
-         "candidates-n", "proxies-m"}
+         "from-domain-means", "candidates-n", "proxies-m"}
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,7 @@ def test_rows_that_say_the_same_are_one_row(ran):
     rows, unique = ran["rows"], ran["unique"]
     assert len(unique) == len(set(rows.values())) < len(rows)
     assert rows["router", "preset", 1] == rows["methods", "harmomoe", 1] == rows["selection", "dpp", 1]
+    assert rows["router", "routing vectors: domain means", 1] == rows["from domain means", "dpp proxies", 1]
 
 
 def test_second_run_computes_nothing_and_says_the_same(ran, published, parameters, run_cells, monkeypatch):
