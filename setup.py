@@ -10,7 +10,10 @@ config = ConfigParser(delimiters=("=",), interpolation=None)
 config.read(root / "settings.ini", encoding="utf-8")
 settings = config["DEFAULT"]
 
-extras = {name: settings[f"{name}_requirements"].split() for name in ("notebooks", "harness", "gguf", "dev")}
+extras = {
+    name: settings[f"{name}_requirements"].split()
+    for name in ("notebooks", "harness", "gguf", "dev")
+}
 extras["dev"] += extras["notebooks"] + extras["harness"]
 first, last = (int(settings[key].split(".")[1]) for key in ("min_python", "max_tested_python"))
 
@@ -34,7 +37,7 @@ setup(
     ],
     python_requires=f">={settings['min_python']}",
     packages=find_packages(include=["harmomoe", "harmomoe.*"]),
-    package_data={"harmomoe": ["data/**"]},
+    package_data={"harmomoe": ["assets/**"]},
     include_package_data=False,
     install_requires=settings["requirements"].split(),
     extras_require=extras,

@@ -1,8 +1,10 @@
-"""Check that everything the site points at is there. Run after `nbdev-proc-nbs`: `python tools/check_links.py`.
+"""Check that everything the site points at is there. Run after `nbdev-proc-nbs`:
+`python tools/check_links.py`.
 
-Looked at: links, images and cross-references of every processed notebook (Markdown cells and Markdown or HTML outputs,
-which include the API links nbdev adds), links of README.md, and the sidebar. Addresses of the project's own site and
-repository count as internal; other web addresses are not fetched.
+Looked at: links, images and cross-references of every processed notebook (Markdown cells and
+Markdown or HTML outputs, which include the API links nbdev adds), links of README.md, and the
+sidebar. Addresses of the project's own site and repository count as internal; other web addresses
+are not fetched.
 """
 
 import json
@@ -13,15 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
-
 from make_readme import ROOT, repository_url
 
 PROCESSED, NOTEBOOKS = ROOT / "_proc", ROOT / "nbs"
 CROSS_REFERENCE = r"(?:fig|tbl|sec|eq|lst|thm|lem|exm|def)-[\w-]+"
+HEADING = r"^#{1,6}\s+(.+?)\s*#*$"
+LINK = r"\]\(<?([^()\s>]*(?:\([^()\s]*\)[^()\s>]*)*)>?(?:\s+\"[^\"]*\")?\)"
 
 
 def slug(heading: str) -> str:
-    """The id that Pandoc gives a heading: markup and most punctuation dropped, lower case, hyphens for spaces."""
+    """The id that Pandoc gives a heading: markup and most punctuation dropped, lower case,
+    hyphens for spaces."""
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading)
     text = unicodedata.normalize("NFC", re.sub(r"[`*$\\]", "", text)).lower()
     text = re.sub(r"[^\w\s.-]", "", text)
@@ -34,7 +38,8 @@ def without_blocks(markdown: str) -> str:
 
 
 def without_code(markdown: str) -> str:
-    """Markdown less its fenced blocks, formulas and code spans; the text of a linked code span stays."""
+    """Markdown less its fenced blocks, formulas and code spans; the text of a linked code span
+    stays."""
     markdown = re.sub(r"\[`([^`]*)`\]", r"[\1]", without_blocks(markdown))
     markdown = re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", markdown)
     return re.sub(r"\$\$.+?\$\$|\$(?!\s)[^$\n]+?(?<!\s)\$(?!\d)", "", markdown, flags=re.DOTALL)
@@ -53,16 +58,22 @@ class Page:
     def add(self, markdown: str) -> None:
         """Take in a piece of Markdown or HTML."""
         text = without_code(markdown)
-        for heading in re.findall(r"^#{1,6}\s+(.+?)\s*#*$", without_blocks(markdown), flags=re.MULTILINE):
-            explicit = re.search(r"\{[^}]*#([\w:.-]+)[^}]*\}\s*$", heading)
-            base = explicit[1] if explicit else slug(re.sub(r"\{[^}]*\}\s*$", "", heading))
-            count = sum(re.fullmatch(re.escape(base) + r"(-\d+)?", anchor) is not None for anchor in self.anchors)
-            self.anchors.add(base if explicit or not count else f"{base}-{count}")
-        self.anchors |= set(re.findall(r"\{[^}\n]*#([\w:.-]+)", text)) | set(re.findall(r"\bid=[\"']([^\"']+)", text))
-        self.targets += re.findall(r"\]\(<?([^()\s>]*(?:\([^()\s]*\)[^()\s>]*)*)>?(?:\s+\"[^\"]*\")?\)", text)
+        for heading in re.findall(HEADING, without_blocks(markdown), flags=re.MULTILINE):
+            self.add_heading(heading)
+        self.anchors |= set(re.findall(r"\{[^}\n]*#([\w:.-]+)", text))
+        self.anchors |= set(re.findall(r"\bid=[\"']([^\"']+)", text))
+        self.targets += re.findall(LINK, text)
         self.targets += re.findall(r"^\[[^\]]+\]:\s+(\S+)", text, flags=re.MULTILINE)
         self.targets += re.findall(r"\b(?:src|href)=[\"']([^\"']+)", text)
         self.references |= set(re.findall(rf"(?<![\w.])@({CROSS_REFERENCE})", text))
+
+    def add_heading(self, heading: str) -> None:
+        """Take in the anchor of a heading: its own or its slug, with a number if that is taken."""
+        explicit = re.search(r"\{[^}]*#([\w:.-]+)[^}]*\}\s*$", heading)
+        base = explicit[1] if explicit else slug(re.sub(r"\{[^}]*\}\s*$", "", heading))
+        alike = re.compile(re.escape(base) + r"(-\d+)?")
+        count = sum(alike.fullmatch(anchor) is not None for anchor in self.anchors)
+        self.anchors.add(base if explicit or not count else f"{base}-{count}")
 
 
 def read_page(path: Path) -> Page:
@@ -73,8 +84,8 @@ def read_page(path: Path) -> Page:
     for cell in cells:
         source = "".join(cell["source"])
         if cell["cell_type"] == "raw" and source.startswith("---"):
-            name = (yaml.safe_load(source.strip().strip("-")) or {}).get("output-file", page.output.name)
-            page.output = relative.with_name(name)
+            front = yaml.safe_load(source.strip().strip("-")) or {}
+            page.output = relative.with_name(front.get("output-file", page.output.name))
         elif cell["cell_type"] == "markdown":
             page.add(source)
             page.anchors |= {f"attachment:{name}" for name in cell.get("attachments", {})}
@@ -86,15 +97,17 @@ def read_page(path: Path) -> Page:
     return page
 
 
-def problem(target: str, page: Page, pages: dict[Path, Page], site: str, repository: str) -> str | None:
+def problem(
+    target: str, page: Page, pages: dict[Path, Page], site: str, repository: str
+) -> str | None:
     """What is wrong with a link target on a page, or None."""
     if target.startswith("attachment:"):
         return None if target in page.anchors else "no such attachment"
     if target.startswith(repository):
-        path = target[len(repository):].split("#")[0].split("?")[0]
+        path = target[len(repository) :].split("#")[0].split("?")[0]
         return None if (ROOT / path).exists() else f"the repository has no {path}"
     if target.startswith(site):
-        target, folder = target[len(site):].lstrip("/") or "index.html", Path()
+        target, folder = target[len(site) :].lstrip("/") or "index.html", Path()
     elif re.match(r"[a-z][a-z+.-]*:|//", target, flags=re.IGNORECASE):
         return None
     else:
@@ -111,7 +124,8 @@ def problem(target: str, page: Page, pages: dict[Path, Page], site: str, reposit
 
 def link_problems() -> list[str]:
     """Links, images and cross-references of the processed notebooks that lead nowhere."""
-    read = [read_page(path) for path in sorted(PROCESSED.rglob("*.ipynb")) if "_docs" not in path.parts]
+    paths = [path for path in sorted(PROCESSED.rglob("*.ipynb")) if "_docs" not in path.parts]
+    read = [read_page(path) for path in paths]
     pages = {name: page for page in read for name in (page.path, page.output)}
     settings = yaml.safe_load((PROCESSED / "nbdev.yml").read_text(encoding="utf-8"))["website"]
     repository = repository_url()
@@ -120,7 +134,8 @@ def link_problems() -> list[str]:
         for target in page.targets:
             if wrong := problem(target, page, pages, settings["site-url"], repository):
                 found.append(f"{page.path}: {target}: {wrong}")
-        found += [f"{page.path}: @{name}: no such label" for name in sorted(page.references - page.anchors)]
+        for name in sorted(page.references - page.anchors):
+            found.append(f"{page.path}: @{name}: no such label")
     return found
 
 
@@ -129,29 +144,36 @@ def readme_problems() -> list[str]:
     page = Page(Path("README.md"), Path("README.md"))
     page.add((ROOT / "README.md").read_text(encoding="utf-8"))
     local = [target for target in page.targets if not re.match(r"[a-z]+:", target)]
-    found = [target for target in local if target.startswith("#") and target[1:] not in page.anchors]
-    found += [target for target in local if not target.startswith("#") and not (ROOT / target.split("#")[0]).exists()]
+    inside = [target for target in local if target.startswith("#")]
+    found = [target for target in inside if target[1:] not in page.anchors]
+    others = [target for target in local if not target.startswith("#")]
+    found += [target for target in others if not (ROOT / target.split("#")[0]).exists()]
     return [f"README.md: {target}: leads nowhere" for target in found]
+
+
+def listed_pages(contents: list) -> list[str]:
+    """The pages of a sidebar's contents, those of its sections too."""
+    pages = []
+    for item in contents:
+        pages += listed_pages(item["contents"]) if isinstance(item, dict) else [item]
+    return pages
 
 
 def sidebar_problems() -> list[str]:
     """Differences between the sidebar of _quarto.yml and the notebooks there are."""
-    def entries(contents: list) -> list[str]:
-        return [page for item in contents
-                for page in (entries(item["contents"]) if isinstance(item, dict) else [item])]
-
-    sidebar = yaml.safe_load((ROOT / "_quarto.yml").read_text(encoding="utf-8"))["website"]["sidebar"]["contents"]
-    listed = entries(sidebar)
+    website = yaml.safe_load((ROOT / "_quarto.yml").read_text(encoding="utf-8"))["website"]
+    listed = listed_pages(website["sidebar"]["contents"])
     paths = [path.relative_to(NOTEBOOKS) for path in NOTEBOOKS.rglob("*.ipynb")]
     there = {path.as_posix() for path in paths if not any(part[0] in "._" for part in path.parts)}
-    return (
-        [f"_quarto.yml: {page} is in the sidebar twice" for page in sorted(set(listed)) if listed.count(page) > 1]
-        + [f"_quarto.yml: {page} is in the sidebar, but not in nbs/" for page in sorted(set(listed) - there)]
-        + [f"_quarto.yml: {page} is in nbs/, but not in the sidebar" for page in sorted(there - set(listed))]
-    )
+    twice = {page for page in listed if listed.count(page) > 1}
+    found = [f"{page} is in the sidebar twice" for page in sorted(twice)]
+    found += [f"{page} is in the sidebar, but not in nbs/" for page in sorted(set(listed) - there)]
+    found += [f"{page} is in nbs/, but not in the sidebar" for page in sorted(there - set(listed))]
+    return [f"_quarto.yml: {wrong}" for wrong in found]
 
 
 def main() -> int:
+    """Print what leads nowhere; the exit status."""
     if not PROCESSED.is_dir():
         print("No _proc folder: run `nbdev-proc-nbs` first", file=sys.stderr)
         return 2

@@ -1,4 +1,5 @@
-"""Make README.md from nbs/index.ipynb: `python tools/make_readme.py`, or with --check only say whether they agree."""
+"""Make README.md from nbs/index.ipynb: `python tools/make_readme.py`, or with --check only say
+whether they agree."""
 
 import json
 import re
@@ -9,7 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 INDEX = ROOT / "nbs" / "index.ipynb"
 README = ROOT / "README.md"
-NOTE = "<!-- Made from nbs/index.ipynb by tools/make_readme.py: edit the notebook, then run the tool. -->"
+NOTE = (
+    "<!-- Made from nbs/index.ipynb by tools/make_readme.py: "
+    "edit the notebook, then run the tool. -->"
+)
 HIDDEN = {"hide", "export", "exporti", "default_exp"}
 
 
@@ -21,22 +25,26 @@ def repository_url() -> str:
 
 
 def repository_path(target: str) -> str:
-    """A link target as index.ipynb has it (relative to nbs/, or a web address) as a path from the repository's root."""
+    """What a link target of index.ipynb, relative to nbs/ or a web address, is when seen from the
+    repository's root."""
     if target.startswith(repository_url()):
-        return target[len(repository_url()):]
+        return target[len(repository_url()) :]
     if re.match(r"[a-z]+:|#", target):
         return target
     return f"nbs/{target}"
 
 
 def localise(markdown: str) -> str:
-    """Markdown with every link and image pointing from the repository's root; fenced blocks stay as they are."""
-    link = re.compile(r"(\]\()([^()\s]+)(\))")
+    """Markdown with every link and image pointing from the repository's root; fenced blocks stay
+    as they are."""
+
+    def relinked(block: str) -> str:
+        if block.startswith("```"):
+            return block
+        return re.sub(r"(?<=\]\()[^()\s]+(?=\))", lambda m: repository_path(m[0]), block)
+
     blocks = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
-    return "".join(
-        block if block.startswith("```") else link.sub(lambda m: m[1] + repository_path(m[2]) + m[3], block)
-        for block in blocks
-    )
+    return "".join(map(relinked, blocks))
 
 
 def directives(source: str) -> dict[str, str]:
@@ -46,19 +54,24 @@ def directives(source: str) -> dict[str, str]:
 
 
 def output_markdown(output: dict) -> str:
-    """One output of a code cell: Markdown as it is, text in a fence. Pictures belong in nbs/images."""
+    """One output of a code cell: Markdown as it is, text in a fence. Raises `ValueError` for a
+    picture: these belong in nbs/images."""
     if output["output_type"] == "stream":
         return "```\n" + "".join(output["text"]).rstrip() + "\n```"
     data = output["data"]
     if "text/markdown" in data:
         return localise("".join(data["text/markdown"]).rstrip())
     if any(kind.startswith("image/") for kind in data):
-        raise ValueError("index.ipynb: a cell shows a picture; save it in nbs/images and link it from a Markdown cell")
+        raise ValueError(
+            "index.ipynb: a cell shows a picture; save it in nbs/images and link it from a "
+            "Markdown cell"
+        )
     return "```\n" + "".join(data["text/plain"]).rstrip() + "\n```"
 
 
 def cell_parts(cell: dict) -> list[str]:
-    """What README shows of a cell: nothing for hidden ones, else its text, or its code and then its outputs."""
+    """What README shows of a cell: nothing for hidden ones, else its text, or its code and then
+    its outputs."""
     source = "".join(cell["source"])
     if cell["cell_type"] == "markdown":
         return [localise(source)]
@@ -78,10 +91,14 @@ def readme() -> str:
 
 
 def main() -> int:
+    """Write README.md, or with --check compare it; the exit status."""
     if "--check" not in sys.argv[1:]:
         README.write_text(readme(), encoding="utf-8")
     elif not README.exists() or README.read_text(encoding="utf-8") != readme():
-        print("README.md differs from nbs/index.ipynb: run `python tools/make_readme.py`", file=sys.stderr)
+        print(
+            "README.md differs from nbs/index.ipynb: run `python tools/make_readme.py`",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

@@ -1,7 +1,9 @@
-"""Take the times at which nbdev ran cells out of the processed notebooks: `python tools/strip_execution.py`.
+"""Take the times at which nbdev ran cells out of the processed notebooks:
+`python tools/strip_execution.py`.
 
-nbdev leaves them in the metadata of the cells that show an API entry. Quarto turns metadata it doesn't know into
-attributes of a block around the entry, and the entry's heading is then missing from the page's contents list.
+nbdev leaves them in the metadata of the cells that show an API entry. Quarto turns metadata that it
+doesn't know into attributes of a block around the entry, and the entry's heading is then missing
+from the page's contents list.
 """
 
 import json
