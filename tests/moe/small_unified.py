@@ -1,0 +1,84 @@
+"Small unified models of every family of seeds, two texts for them, and what tests ask of both."
+
+from functools import cache
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from harmomoe.moe.language_model import HarmoMoEConfig, HarmoMoEForCausalLM
+
+SIZE = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    initializer_range=0.3,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+CONFIGS = dict(
+    llama=(LlamaConfig, {}),
+    qwen2=(Qwen2Config, {}),
+    qwen3=(Qwen3Config, {}),
+    mistral=(MistralConfig, dict(sliding_window=5)),
+    olmo2=(Olmo2Config, {}),
+    gemma=(GemmaConfig, {}),
+    gemma2=(Gemma2Config, dict(sliding_window=5, query_pre_attn_scalar=8)),
+)
+EXPERTS = dict(experts=["seed", "law", "medicine"], ranks=[0, 4, 8], scales=[0.0, 2.0, 1.0])
+# of the largest number; rounding makes less than 1e-5, a wrong context more than 1e-2
+TOLERANCE = 1e-4
+TEXTS = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(1))
+LEFT = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])  # the first text has six tokens
+
+families = pytest.mark.parametrize("family", CONFIGS)
+
+
+def randomise(layers):
+    "Experts that differ, and a router that prefers some."
+    with torch.no_grad():
+        for layer in layers:
+            router = layer.router
+            for p in (*layer.a.values(), *layer.b.values(), router.vectors, router.biases):
+                if p is not None:
+                    p.normal_(std=0.3)
+
+
+def build(family="llama", tied=False, size=None, **router):
+    "A unified model of its own for a test that changes it."
+    kind, special = CONFIGS[family]
+    router = dict(top_k=2, context="prefix", form="logistic", lam=0.5) | router
+    torch.manual_seed(0)
+    text_config = kind(**SIZE | special | (size or {}), tie_word_embeddings=tied)
+    model = HarmoMoEForCausalLM(HarmoMoEConfig(text_config, **EXPERTS, router=router)).eval()
+    randomise(model.moe_layers)
+    return model
+
+
+@cache
+def shared(family="llama"):
+    "The same, for tests that don't change it."
+    return build(family)
+
+
+def logits_of(model, texts=TEXTS, mask=LEFT, **others):
+    with torch.no_grad():
+        return model(texts, attention_mask=mask, **others).logits
+
+
+def close(found, expected):
+    return (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
