@@ -1,4 +1,5 @@
-"""Reading questions and instructions: every layout, every bad input, letters, splits, files and the hub."""
+"""Reading questions and instructions: every layout, every bad input, letters, splits, files and
+the hub."""
 
 import json
 import os
@@ -13,81 +14,110 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel, Dataset
 
-from harmomoe.images import hub_dataset
-from harmomoe.texts import (LAYOUTS, LETTERS, NAMED_TEXTS, choice_prompt, instruction_prompt, load_texts, read_rows,
-                            text_dataset, text_files, text_parts)
+from harmomoe.data.images import hub_dataset
+from harmomoe.data.texts import (
+    LAYOUTS,
+    LETTERS,
+    NAMED_TEXTS,
+    choice_prompt,
+    instruction_prompt,
+    load_texts,
+    read_rows,
+    text_dataset,
+    text_files,
+    text_parts,
+)
 
 WORDS = ["ant", "bee", "cat", "dog", "eel"]
 
 
 def rows_of(kind, count=7):
     """Made-up rows of a layout, and the label that each should get."""
+
     def row(i):
-        n, question, context = {"CosmosQA": 4, "SocialIQA": 3}.get(kind, 2 + i % 4), f"Which is it, {i}?", f"Case {i}."
+        n = {"CosmosQA": 4, "SocialIQA": 3}.get(kind, 2 + i % 4)
+        question, context = f"Which is it, {i}?", f"Case {i}."
         right, choices = i % n, [f"{word} {i}" for word in WORDS[:n]]
         if kind == "samples":
-            return dict(prompt=choice_prompt(question, choices), answer=f" {LETTERS[right]}", choices=choices,
-                        label=right), right
+            prompt, answer = choice_prompt(question, choices), f" {LETTERS[right]}"
+            return dict(prompt=prompt, answer=answer, choices=choices, label=right), right
         if kind == "CommonsenseQA":
-            return dict(id=str(i), question=question, question_concept="x", choices_label=list(LETTERS[:n]),
-                        choices_text=choices, answerKey=LETTERS[right]), right
+            more = dict(choices_label=list(LETTERS[:n]), choices_text=choices)
+            known = dict(id=str(i), question_concept="x", answerKey=LETTERS[right])
+            return dict(question=question, **more, **known), right
         if kind == "CommonsenseQA on the hub":
-            return dict(id=str(i), question=question, choices=dict(label=list("12345"[:n]), text=choices),
-                        answerKey="12345"[right]), right
+            nested = dict(label=list("12345"[:n]), text=choices)
+            key = "12345"[right]
+            return dict(id=str(i), question=question, choices=nested, answerKey=key), right
         if kind == "CosmosQA":
-            return dict(context=context, question=question, label=right,
-                        **{f"answer{k}": text for k, text in enumerate(choices)}), right
+            answers = {f"answer{k}": text for k, text in enumerate(choices)}
+            return dict(context=context, question=question, label=right, **answers), right
         if kind == "SocialIQA":
-            return dict(context=context, question=question, label=str(right + 1),
-                        **{f"answer{k}": text for k, text in zip("ABC", choices)}), right
+            answers = {f"answer{k}": text for k, text in zip("ABC", choices)}
+            return dict(context=context, question=question, label=str(right + 1), **answers), right
         if kind == "multiple choice":
-            return dict(context=context if i % 2 else None, question=question, choices=choices, answer=right), right
-        return dict(instruction=f"Count to {i}.", input=["", "aloud"][i % 2], output=" ".join(map(str, range(i)))), 0
+            context = context if i % 2 else None
+            return dict(context=context, question=question, choices=choices, answer=right), right
+        output = " ".join(map(str, range(i)))
+        return dict(instruction=f"Count to {i}.", input=["", "aloud"][i % 2], output=output), 0
+
     made = [row(i) for i in range(count)]
     return [cells for cells, _ in made], [label for _, label in made]
 
 
 def hidden_rows(kind):
     """Rows of a layout whose answers are withheld, as public test sets have it."""
-    without = {"samples": dict(answer="", label=-1), "CommonsenseQA": dict(answerKey=""),
-               "CommonsenseQA on the hub": dict(answerKey=""), "CosmosQA": dict(label=-1),
-               "SocialIQA": dict(label="-1"), "multiple choice": dict(answer=-1), "instructions": dict(output=None)}
+    without = {
+        "samples": dict(answer="", label=-1),
+        "CommonsenseQA": dict(answerKey=""),
+        "CommonsenseQA on the hub": dict(answerKey=""),
+        "CosmosQA": dict(label=-1),
+        "SocialIQA": dict(label="-1"),
+        "multiple choice": dict(answer=-1),
+        "instructions": dict(output=None),
+    }
     return [row | without[kind] for row in rows_of(kind)[0]]
 
 
 def check_samples(samples):
-    """What holds for every set: whole prompts, answers with their separator, letters that agree with labels."""
+    """What holds for every set: whole prompts, answers with their separator, letters that agree
+    with labels."""
     assert samples.column_names == ["prompt", "answer", "choices", "label"]
     names = samples.features["label"].names
     most = max(map(len, samples["choices"]))
     assert names == (list(LETTERS[:most]) if most else ["text"])
     for row in samples:
-        assert row["prompt"] and row["prompt"] == row["prompt"].rstrip() and row["answer"][0].isspace()
+        assert row["prompt"] and row["prompt"] == row["prompt"].rstrip()
+        assert row["answer"][0].isspace()
         if not most:
             assert (row["choices"], row["label"]) == ([], 0)
             continue
         assert row["answer"] == f" {names[row['label']]}" and row["prompt"].endswith("\nAnswer:")
-        options = [line for line in row["prompt"].split("\n") if line.startswith("(")][-len(row["choices"]):]
-        assert options == [f"({letter}) {text}" for letter, text in zip(LETTERS, row["choices"])]
+        options = [line for line in row["prompt"].split("\n") if line.startswith("(")]
+        wanted = [f"({letter}) {text}" for letter, text in zip(LETTERS, row["choices"])]
+        assert options[-len(wanted) :] == wanted
 
 
 # Prompts
 
+
 def test_prompt_of_a_question():
     assert choice_prompt("Who?", ["she", "he"]) == "Question: Who?\n(A) she\n(B) he\nAnswer:"
-    assert choice_prompt(" Who \n is it? ", ["she\r\ntoo", " he "], " One.\nTwo. ") == \
-        "One.\nTwo.\nQuestion: Who is it?\n(A) she too\n(B) he\nAnswer:"
+    odd = choice_prompt(" Who \n is it? ", ["she\r\ntoo", " he "], " One.\nTwo. ")
+    assert odd == "One.\nTwo.\nQuestion: Who is it?\n(A) she too\n(B) he\nAnswer:"
     assert choice_prompt("Who?", ["a  b", "c"], "  ") == "Question: Who?\n(A) a  b\n(B) c\nAnswer:"
 
 
 def test_prompt_of_an_instruction():
     bare, given = instruction_prompt("Add {x}. "), instruction_prompt("Add {x}.", "\n1 2\n3\n")
-    assert bare.endswith("request.\n\n### Instruction:\nAdd {x}.\n\n### Response:") and "Input" not in bare
+    assert bare.endswith("request.\n\n### Instruction:\nAdd {x}.\n\n### Response:")
+    assert "Input" not in bare
     assert given.endswith("### Instruction:\nAdd {x}.\n\n### Input:\n1 2\n3\n\n### Response:")
     assert "further context" in given and "context" not in bare
 
 
 # Layouts
+
 
 @pytest.mark.parametrize("form", ["list", "dataset"])
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -106,7 +136,9 @@ def test_withheld_answers(kind):
     hidden = text_dataset(rows, kind)
     assert set(hidden["label"]) == {-1} and set(hidden["answer"]) == {""}
     assert hidden["prompt"][:] == text_dataset(rows_of(kind)[0], kind)["prompt"][:]
-    with pytest.raises(ValueError, match="some, row 7: the answer is missing, unlike in other rows"):
+    with pytest.raises(
+        ValueError, match="some, row 7: the answer is missing, unlike in other rows"
+    ):
         text_dataset(rows_of(kind)[0] + rows, "some")
 
 
@@ -114,7 +146,9 @@ def test_letters_and_numbers_as_answers():
     row = dict(question="q", choices=["x", "y", "z"])
     for answer in ("B", " b", "1", 1):
         assert text_dataset([row | dict(answer=answer)], "q")["answer"][:] == [" B"]
-    with_names = Dataset.from_list([row | dict(answer=2)]).cast_column("answer", ClassLabel(names=list("ABCD")))
+    with_names = Dataset.from_list([row | dict(answer=2)]).cast_column(
+        "answer", ClassLabel(names=list("ABCD"))
+    )
     assert text_dataset(with_names, "q")["label"][:] == [2]
 
 
@@ -126,7 +160,8 @@ def test_formatted_dataset_and_further_columns():
 
 
 def test_context_and_input_may_be_missing():
-    assert text_dataset([dict(question="q", choices=["x", "y"], answer=0)], "q")["prompt"][0].startswith("Question: q")
+    question = text_dataset([dict(question="q", choices=["x", "y"], answer=0)], "q")[0]
+    assert question["prompt"].startswith("Question: q")
     bare = text_dataset([dict(instruction="Sing.", output="La")], "i")[0]
     assert bare["prompt"] == instruction_prompt("Sing.") and bare["answer"] == "\nLa"
 
@@ -135,48 +170,72 @@ def test_empty_response_is_an_answer():
     assert text_dataset([dict(instruction="Say nothing.", output="")], "i")["answer"][:] == ["\n"]
 
 
-@pytest.mark.parametrize("kind, changes, message", [
-    ("CommonsenseQA", dict(question=" "), "the question is empty"),
-    ("CommonsenseQA", dict(choices_text=["x", "y"]), "2 choices are called"),
-    ("CommonsenseQA", dict(choices_label=[]), r"3 choices are called \[\]"),
-    ("CommonsenseQA", dict(answerKey="F"), "the answer is 'F', none of A, B"),
-    ("CommonsenseQA on the hub", dict(choices=dict(label=["A", "A"], text=["x", "y"])), "2 choices are called"),
-    ("CommonsenseQA on the hub", dict(choices=None), "the choices are no list, but None"),
-    ("CosmosQA", dict(label=4), "the answer is '4', none of 0, 1, 2, 3"),
-    ("CosmosQA", dict(answer2=" "), "choice C is empty"),
-    ("SocialIQA", dict(label="0"), "the answer is '0', none of 1, 2, 3"),
-    ("SocialIQA", dict(answerB=None), "choice B is empty"),
-    ("multiple choice", dict(choices=["x"]), "the number of choices is 1"),
-    ("multiple choice", dict(choices=[str(i) for i in range(27)]), "the number of choices is 27"),
-    ("multiple choice", dict(choices="xyz"), "the choices are no list, but 'xyz'"),
-    ("multiple choice", dict(answer=-2), "the answer is '-2'"),
-    ("multiple choice", dict(choices=["x", "y"], answer=2), "the answer is '2', none of 0, 1"),
-    ("multiple choice", dict(choices=["x", "y"], answer="x"), "the answer is 'X', none of A, B"),
-    ("instructions", dict(instruction=None), "the instruction is empty"),
-    ("instructions", dict(output=None), "the answer is missing, unlike in other rows"),
-    ("samples", dict(prompt="Answer: "), "the prompt is empty or ends in a blank: 'Answer: '"),
-    ("samples", dict(prompt=None), "the prompt is empty"),
-    ("samples", dict(choices=["x"]), "the number of choices is 1"),
-    ("samples", dict(choices="xy"), "is no text"),
-    ("samples", dict(choices=["x", "y"], label=2), "the label is 2"),
-    ("samples", dict(label=None), "the label is None"),
-    ("samples", dict(choices=["x", "y"], label=0, answer=" B"), "the answer is ' B', but the label is that of A"),
-    ("samples", dict(choices=[], label=0), "there are no choices, unlike in other rows"),
-])
+@pytest.mark.parametrize(
+    "kind, changes, message",
+    [
+        ("CommonsenseQA", dict(question=" "), "the question is empty"),
+        ("CommonsenseQA", dict(choices_text=["x", "y"]), "2 choices are called"),
+        ("CommonsenseQA", dict(choices_label=[]), r"3 choices are called \[\]"),
+        ("CommonsenseQA", dict(answerKey="F"), "the answer is 'F', none of A, B"),
+        (
+            "CommonsenseQA on the hub",
+            dict(choices=dict(label=["A", "A"], text=["x", "y"])),
+            "2 choices are called",
+        ),
+        ("CommonsenseQA on the hub", dict(choices=None), "the choices are no list, but None"),
+        ("CosmosQA", dict(label=4), "the answer is '4', none of 0, 1, 2, 3"),
+        ("CosmosQA", dict(answer2=" "), "choice C is empty"),
+        ("SocialIQA", dict(label="0"), "the answer is '0', none of 1, 2, 3"),
+        ("SocialIQA", dict(answerB=None), "choice B is empty"),
+        ("multiple choice", dict(choices=["x"]), "the number of choices is 1"),
+        (
+            "multiple choice",
+            dict(choices=[str(i) for i in range(27)]),
+            "the number of choices is 27",
+        ),
+        ("multiple choice", dict(choices="xyz"), "the choices are no list, but 'xyz'"),
+        ("multiple choice", dict(answer=-2), "the answer is '-2'"),
+        ("multiple choice", dict(choices=["x", "y"], answer=2), "the answer is '2', none of 0, 1"),
+        (
+            "multiple choice",
+            dict(choices=["x", "y"], answer="x"),
+            "the answer is 'X', none of A, B",
+        ),
+        ("instructions", dict(instruction=None), "the instruction is empty"),
+        ("instructions", dict(output=None), "the answer is missing, unlike in other rows"),
+        ("samples", dict(prompt="Answer: "), "the prompt is empty or ends in a blank: 'Answer: '"),
+        ("samples", dict(prompt=None), "the prompt is empty"),
+        ("samples", dict(choices=["x"]), "the number of choices is 1"),
+        ("samples", dict(choices="xy"), "is no text"),
+        ("samples", dict(choices=["x", "y"], label=2), "the label is 2"),
+        ("samples", dict(label=None), "the label is None"),
+        (
+            "samples",
+            dict(choices=["x", "y"], label=0, answer=" B"),
+            "the answer is ' B', but the label is that of A",
+        ),
+        ("samples", dict(choices=[], label=0), "there are no choices, unlike in other rows"),
+    ],
+)
 def test_a_bad_row_is_named(kind, changes, message):
     rows, _ = rows_of(kind)
     rows[5] = rows[5] | changes
-    with pytest.raises(ValueError, match=rf"^here, row 5: .*{message}") as caught: text_dataset(rows, "here")
+    with pytest.raises(ValueError, match=rf"^here, row 5: .*{message}") as caught:
+        text_dataset(rows, "here")
     assert f" Expected ({kind}): {LAYOUTS[kind].expects}" in str(caught.value)
 
 
 def test_unknown_columns_and_no_rows():
-    with pytest.raises(ValueError, match=r"here: no known layout has the columns \['q', 'a'\].*instruction output"):
+    with pytest.raises(
+        ValueError, match=r"here: no known layout has the columns \['q', 'a'\].*instruction output"
+    ):
         text_dataset([dict(q="x", a="y")], "here")
-    with pytest.raises(ValueError, match="here: no rows"): text_dataset([], "here")
+    with pytest.raises(ValueError, match="here: no rows"):
+        text_dataset([], "here")
 
 
 # Splits
+
 
 def test_splits_share_their_letters():
     rows, _ = rows_of("multiple choice")
@@ -190,23 +249,31 @@ def test_hidden_split_is_left_out_with_a_warning():
     where = dict(train="cosmos, train", test="cosmos, test")
     with pytest.warns(UserWarning, match="cosmos, test: all 7 answers are withheld"):
         assert list(text_parts(dict(train=rows, test=hidden_rows("CosmosQA")), where)) == ["train"]
-    with pytest.warns(UserWarning), pytest.raises(ValueError, match="cosmos, test: no split with answers"):
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(ValueError, match="cosmos, test: no split with answers"),
+    ):
         text_parts(dict(test=hidden_rows("CosmosQA")), dict(test="cosmos, test"))
 
 
 def test_splits_of_two_kinds():
+    splits = dict(train=rows_of("CosmosQA")[0], test=rows_of("instructions")[0])
     with pytest.raises(ValueError, match="a, b: some splits have choices, others have none"):
-        text_parts(dict(train=rows_of("CosmosQA")[0], test=rows_of("instructions")[0]), dict(train="a", test="b"))
+        text_parts(splits, dict(train="a", test="b"))
 
 
 # Files
 
+
 def write(path, rows):
     """Write rows in the form that the suffix says."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet": pq.write_table(pa.Table.from_pylist(rows), path)
-    elif path.suffix == ".jsonl": path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    else: path.write_text(json.dumps(rows), encoding="utf-8")
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    else:
+        path.write_text(json.dumps(rows), encoding="utf-8")
     return path
 
 
@@ -217,20 +284,31 @@ def test_files(tmp_path, kind, suffix):
     for path in ("one", "several_train", "several_dev", "folder/training", "folder/test"):
         write(tmp_path / f"{path}{suffix}", rows)
     whole = text_dataset(rows, kind)
-    for source, splits in (("one", ["train"]), (f"one{suffix}", ["train"]), ("several", ["train", "validation"]),
-                           ("folder", ["train", "test"])):
+    for source, splits in (
+        ("one", ["train"]),
+        (f"one{suffix}", ["train"]),
+        ("several", ["train", "validation"]),
+        ("folder", ["train", "test"]),
+    ):
         parts = load_texts(tmp_path / source)
         assert list(parts) == splits
-        assert all(part[:] == whole[:] and part.features == whole.features for part in parts.values())
+        assert all(
+            part[:] == whole[:] and part.features == whole.features for part in parts.values()
+        )
 
 
 def test_two_files_for_one_split(tmp_path):
     rows, _ = rows_of("instructions")
-    write(tmp_path / "a_dev.json", rows), write(tmp_path / "a_val.parquet", rows)
-    with pytest.raises(ValueError, match="a_val.parquet and .*a_dev.json are both its validation split"):
+    write(tmp_path / "a_dev.json", rows)
+    write(tmp_path / "a_val.parquet", rows)
+    with pytest.raises(
+        ValueError, match="a_val.parquet and .*a_dev.json are both its validation split"
+    ):
         text_files(tmp_path / "a")
-    write(tmp_path / "b.json", rows), write(tmp_path / "b.jsonl", rows)
-    with pytest.raises(ValueError, match="both its train split"): text_files(tmp_path / "b")
+    write(tmp_path / "b.json", rows)
+    write(tmp_path / "b.jsonl", rows)
+    with pytest.raises(ValueError, match="both its train split"):
+        text_files(tmp_path / "b")
     assert text_files(tmp_path / "b.json") == {"train": tmp_path / "b.json"}
 
 
@@ -242,17 +320,21 @@ def test_json_as_people_write_it(tmp_path):
     assert read_rows(tmp_path / "lines.json") == rows
 
 
-@pytest.mark.parametrize("name, content, message", [
-    ("a.jsonl", b'{"question": 1}\n{"quest', "a.jsonl, line 2: no JSON"),
-    ("a.json", b'[\n{"question": 1},\n', "a.json, line 3: no JSON"),
-    ("a.json", b"[1]", "a.json, row 0: 1 is no object"),
-    ("a.jsonl", b"\xff\xfe\x00", "a.jsonl is no text in UTF-8"),
-    ("a.jsonl", b"\n", "a.jsonl: no rows"),
-    ("a.parquet", b"PAR1 not quite", "a.parquet is no readable parquet file"),
-])
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.jsonl", b'{"question": 1}\n{"quest', "a.jsonl, line 2: no JSON"),
+        ("a.json", b'[\n{"question": 1},\n', "a.json, line 3: no JSON"),
+        ("a.json", b"[1]", "a.json, row 0: 1 is no object"),
+        ("a.jsonl", b"\xff\xfe\x00", "a.jsonl is no text in UTF-8"),
+        ("a.jsonl", b"\n", "a.jsonl: no rows"),
+        ("a.parquet", b"PAR1 not quite", "a.parquet is no readable parquet file"),
+    ],
+)
 def test_bad_files(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message): load_texts(tmp_path / name)
+    with pytest.raises(ValueError, match=message):
+        load_texts(tmp_path / name)
 
 
 def test_error_names_the_file_and_row(tmp_path):
@@ -265,17 +347,24 @@ def test_error_names_the_file_and_row(tmp_path):
 
 # The hub
 
+
 def copy_of_repository(root, **splits):
     """What `hf download` leaves: parquet in data/, in the nested layout of tau/commonsense_qa."""
-    for split, rows in splits.items(): write(root / "data" / f"{split}-00000-of-00001.parquet", rows)
+    for split, rows in splits.items():
+        write(root / "data" / f"{split}-00000-of-00001.parquet", rows)
     return root
 
 
 def test_copy_of_a_repository(tmp_path):
     rows, labels = rows_of("CommonsenseQA on the hub")
-    copy = copy_of_repository(tmp_path / "copy", train=rows, validation=rows[:3],
-                              test=hidden_rows("CommonsenseQA on the hub"))
-    with pytest.warns(UserWarning, match="copy, test: all 7 answers are withheld"): parts = load_texts(copy)
+    copy = copy_of_repository(
+        tmp_path / "copy",
+        train=rows,
+        validation=rows[:3],
+        test=hidden_rows("CommonsenseQA on the hub"),
+    )
+    with pytest.warns(UserWarning, match="copy, test: all 7 answers are withheld"):
+        parts = load_texts(copy)
     assert {split: len(part) for split, part in parts.items()} == {"train": 7, "validation": 3}
     assert parts["train"]["label"][:] == labels
     check_samples(parts["train"])
@@ -303,26 +392,43 @@ def test_files_go_before_the_hub(tmp_path, monkeypatch):
 def test_nothing_there(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    with pytest.raises(FileNotFoundError, match="'riddles': no file .*none of commonsenseqa.* no id on the hub"):
+    with pytest.raises(
+        FileNotFoundError, match="'riddles': no file .*none of commonsenseqa.* no id on the hub"
+    ):
         load_texts("riddles")
-    with pytest.raises(FileNotFoundError, match="no copy of a hub repository"): load_texts(tmp_path)
-    with pytest.raises(ConnectionError, match=f"'{NAMED_TEXTS['cosmosqa']}': not in the local cache.*hf download"):
+    with pytest.raises(FileNotFoundError, match="no copy of a hub repository"):
+        load_texts(tmp_path)
+    with pytest.raises(
+        ConnectionError, match=f"'{NAMED_TEXTS['cosmosqa']}': not in the local cache.*hf download"
+    ):
         load_texts("cosmosqa")
 
 
 def test_splits_by_unknown_names(tmp_path):
     rows, _ = rows_of("CommonsenseQA on the hub")
     copy = copy_of_repository(tmp_path / "copy", easy=rows, hard=rows)
-    (copy / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files:\n" + "".join(
-        f"  - split: {split}\n    path: data/{split}-*\n" for split in ("easy", "hard")) + "---\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"copy: splits \['easy', 'hard'\]. Expected some of train, "): load_texts(copy)
+    (copy / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n"
+        + "".join(f"  - split: {split}\n    path: data/{split}-*\n" for split in ("easy", "hard"))
+        + "---\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(
+        ValueError, match=r"copy: splits \['easy', 'hard'\]. Expected some of train, "
+    ):
+        load_texts(copy)
 
 
 @pytest.mark.hub
-@pytest.mark.parametrize("name, sizes, letters", [
-    ("commonsenseqa", dict(train=9_741, validation=1_221), 5), ("cosmosqa", dict(train=25_262, validation=2_985), 4),
-    ("socialiqa", dict(train=33_410, validation=1_954), 3), ("alpaca", dict(train=52_002), 1),
-])
+@pytest.mark.parametrize(
+    "name, sizes, letters",
+    [
+        ("commonsenseqa", dict(train=9_741, validation=1_221), 5),
+        ("cosmosqa", dict(train=25_262, validation=2_985), 4),
+        ("socialiqa", dict(train=33_410, validation=1_954), 3),
+        ("alpaca", dict(train=52_002), 1),
+    ],
+)
 def test_named_sets_on_the_hub(name, sizes, letters):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of hidden test splits
@@ -333,12 +439,19 @@ def test_named_sets_on_the_hub(name, sizes, letters):
 
 # Real files
 
-@pytest.mark.skipif("HARMOMOE_DATA" not in os.environ, reason="HARMOMOE_DATA names no folder of real texts (text/)")
-@pytest.mark.parametrize("name, sizes, letters", [
-    ("commonsenseqa", dict(train=9_741, validation=1_221), "ABCDE"),
-    ("socialiqa", dict(train=33_410, validation=1_954), "ABC"),
-    ("cosmosqa", dict(validation=2_985), "ABCD"), ("alpaca_5000", dict(train=5_000), ""),
-])
+
+@pytest.mark.skipif(
+    "HARMOMOE_DATA" not in os.environ, reason="HARMOMOE_DATA names no folder of real texts (text/)"
+)
+@pytest.mark.parametrize(
+    "name, sizes, letters",
+    [
+        ("commonsenseqa", dict(train=9_741, validation=1_221), "ABCDE"),
+        ("socialiqa", dict(train=33_410, validation=1_954), "ABC"),
+        ("cosmosqa", dict(validation=2_985), "ABCD"),
+        ("alpaca_5000", dict(train=5_000), ""),
+    ],
+)
 def test_real_texts(name, sizes, letters):
     parts = load_texts(Path(os.environ["HARMOMOE_DATA"], "text", name))
     assert {split: len(part) for split, part in parts.items()} == sizes
@@ -346,4 +459,5 @@ def test_real_texts(name, sizes, letters):
         check_samples(part)
         if letters:  # the letters of these sets are balanced: a shifted label would show
             shares = np.bincount(part["label"], minlength=len(letters)) / len(part)
-            assert part.features["label"].names == list(letters) and abs(shares - 1 / len(letters)).max() < .02
+            assert part.features["label"].names == list(letters)
+            assert abs(shares - 1 / len(letters)).max() < 0.02
