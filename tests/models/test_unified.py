@@ -1,0 +1,384 @@
+"The unified model: what its layers compute, who takes part, how many numbers it has, its folder."
+
+import json
+
+import pytest
+import torch
+from networks import close, embed, moved, same, weights
+from safetensors.torch import load_file, save_file
+
+from harmomoe.base.artefacts import read_manifest
+from harmomoe.client.expert import load_expert
+from harmomoe.config.settings import changed
+from harmomoe.models.model import load_model, read_model
+from harmomoe.models.observe import observe_routing
+from harmomoe.models.unified import MoEFacts, UnifiedModel
+from harmomoe.moe.router import RouterSettings
+from harmomoe.server.finetune import finetune
+
+pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")
+EVERY = [
+    dict(),
+    dict(top_k=2),
+    dict(top_k=4),
+    dict(top_k=3, norm_topk_prob=True),
+    dict(seed_expert=False),
+    dict(shared_lam=True),
+    dict(lam=1.0),
+    dict(lam=0.0, learn_lam=False),
+    dict(form="random"),
+    dict(form="logistic"),
+    dict(form="logistic", top_k=2, seed_expert=False, shared_lam=True),
+    dict(form="moments"),
+    dict(form="moments", top_k=2, seed_expert=False, lam=1.0),
+    dict(form="moments", top_k=3, norm_topk_prob=True, shared_lam=True, learn_lam=False),
+    dict(top_k=3, seed_expert=False, shared_lam=True),
+]
+NAMES = [" ".join(f"{k}={v}" for k, v in settings.items()) or "default" for settings in EVERY]
+every_router = pytest.mark.parametrize("settings", EVERY, ids=NAMES)
+
+
+@pytest.fixture(scope="module")
+def tune(tiny):
+    "A function that fine-tunes a model for an epoch of 12 samples."
+    public = tiny.public.with_config(changed(tiny.settings, {"finetune.epochs": 1}))
+
+    def run(model):
+        finetune(model, tiny.pool.test, public)
+        return model
+
+    return run
+
+
+def new_model(tiny, **settings):
+    "Untrained experts of ranks 4 and 2 beside the seed's own FFN."
+    names, ranks, scales = ["seed", "a", "b"], [0, 4, 2], [0.0, 2.0, 1.0]
+    return UnifiedModel(tiny.seed, names, ranks, scales, RouterSettings(**settings))
+
+
+# ---- what a layer computes
+
+
+def gates(layer, z, settings):
+    "Eq. 6 word by word: the weight of every expert for every token."
+    (e, f), lam = layer.router.vectors.tensor_split([64], 1), layer.router.lam
+    assert f.shape[1] == 64 * (settings.form == "moments")
+    logits = ((1 - lam) * z + lam * z.mean(1, keepdim=True)) @ e.T
+    if settings.form == "moments":
+        logits = logits + lam * (z.var(1, keepdim=True, correction=0) + 1e-6).sqrt() @ f.T
+    if settings.sent_form != "mean":
+        logits = logits + layer.router.biases
+    pi = logits.softmax(-1)
+    pi = torch.where(pi >= pi.topk(settings.top_k, dim=-1).values[..., -1:], pi, 0.0)
+    return pi / pi.sum(-1, keepdim=True) if settings.norm_topk_prob else pi
+
+
+@pytest.fixture(scope="module")
+def dense_experts(tiny):
+    "The backbones of the seed and of the three experts, as PEFT merges them."
+    folders = [bundle.folder for bundle in tiny.bundles]
+    return [tiny.seed.backbone, *(load_expert(tiny.seed, folder) for folder in folders)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [(1, 1), (3, 5), (16, 9)], ids=str)
+@every_router
+def test_layer_is_the_weighted_sum_of_dense_experts(
+    settings, tokens, merge_with, dense_experts, tiny
+):
+    model = merge_with(**settings)
+    z = torch.randn(*tokens, 64, generator=torch.Generator().manual_seed(0))
+    for path, layer in zip(tiny.seed.layers, model.layers):
+        layer.tile = 50  # so that many tokens, which go in groups, are several tiles
+        ffns = [expert.get_submodule(path) for expert in dense_experts[-len(model.experts) :]]
+        pi = gates(layer, z, model.settings)
+        expected = sum(pi[..., p, None] * ffn(z) for p, ffn in enumerate(ffns))
+        assert close(layer(z), expected, 1e-4)
+
+
+def test_layers_leave_low_rank_inputs_out_in_training_only(merge_with):
+    layer = merge_with(top_k=2).layers[0]
+    z = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0))
+
+    def passes(dropout, mode):
+        layer.dropout = dropout
+        layer.train(mode)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            return [layer(z) for _ in range(2)]
+
+    still, _ = passes(0.0, False)
+    for dropout, mode in ((0.0, True), (0.5, False), (1.0, False)):
+        assert all(torch.equal(y, still) for y in passes(dropout, mode))
+    one, two = passes(0.5, True)
+    assert not close(one, two) and not close(one, still)
+    assert torch.equal(passes(0.5, True)[0], one)
+    with torch.no_grad():
+        for b in layer.b.values():
+            b.zero_()
+    bare, _ = passes(0.0, False)
+    assert torch.equal(passes(0.5, True)[0], bare)  # the shared FFN sees all
+    assert not close(bare, still)
+
+
+# ---- who takes part
+
+
+def test_only_one_expert_is_that_expert_and_only_the_seed_is_the_seed(merge_with, tiny):
+    data = tiny.pool.test
+    for top_k in (1, 3):
+        model = merge_with(top_k=top_k)
+        before = embed(model, data)
+        for bundle in tiny.bundles:
+            expected = embed(bundle.expert(tiny.seed), data)
+            assert not close(expected, before)
+            with model.only(bundle.client) as one:
+                assert one is model and close(embed(one, data), expected)
+        with model.only("seed"):
+            assert close(embed(model, data), tiny.seed.embed(data))
+        assert torch.equal(embed(model, data), before)
+
+
+def test_only_is_undone_after_an_error_and_can_be_nested(merge_with, tiny):
+    model = merge_with(top_k=2)
+    with pytest.raises(KeyError), model.only("a", "b"):
+        with model.only("c"):
+            assert observe_routing(model, tiny.pool.test).load[:, 3].tolist() == [1, 1]
+            assert [layer.router.top_k for layer in model.layers] == [1, 1]  # nobody works for 0
+        load = observe_routing(model, tiny.pool.test).load
+        assert (load[:, 1:3] > 0).all() and not load[:, [0, 3]].any()
+        raise KeyError
+    assert all(layer.router.active is None and layer.router.top_k == 2 for layer in model.layers)
+
+
+def test_only_refuses_nobody_and_unknown_names(merge_with):
+    model, known = merge_with(), "this model has seed, a, b, c"
+    for names, said in ((("a", "d"), f"no expert 'd'; {known}"), ((), "name at least one expert")):
+        with pytest.raises(ValueError, match=said), model.only(*names):
+            pass
+
+
+def test_without_the_seed_expert_the_seed_gets_no_tokens(merge_with, tiny):
+    model = merge_with(seed_expert=False)
+    assert model.experts == ["a", "b", "c"]
+    assert observe_routing(model, tiny.pool.test).load.shape == (2, 3)
+    with pytest.raises(ValueError, match="no expert 'seed'"), model.only("seed"):
+        pass
+
+
+# ---- one lambda for all layers
+
+
+def test_shared_lam_is_one_number_for_all_layers_also_after_training_and_loading(
+    merge_with, tune, tmp_path
+):
+    model, apart = tune(merge_with(shared_lam=True)), tune(merge_with())
+    assert len({layer.router.lam.item() for layer in apart.layers}) == 2
+    for one in (model, load_model(model.save(tmp_path / "model"))):
+        first, second = (layer.router.lam for layer in one.layers)
+        assert first is second and first.item() not in (pytest.approx(0.3, abs=1e-9), 0, 1)
+        assert first.item() == model.layers[0].router.lam.item()
+    assert apart.parameter_groups()["routers"] - model.parameter_groups()["routers"] == 1
+
+
+def test_shared_lam_of_zero_is_shared_too(merge_with):
+    first, second = (layer.router.lam for layer in merge_with(shared_lam=True, lam=0.0).layers)
+    assert first is second
+
+
+# ---- new experts
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [dict(top_k=3), dict(norm_topk_prob=True), dict(top_k=2, norm_topk_prob=True)],
+    ids=str,
+)
+def test_new_experts_leave_the_seeds_outputs_as_they_are(settings, tiny):
+    "Where the weights of a token's experts sum to one."
+    model = new_model(tiny, **settings)
+    assert model.start_experts(dropout=0.2, random_state=5) is model
+    assert {layer.dropout for layer in model.layers} == {0.2}
+    assert close(embed(model, tiny.pool.test), tiny.seed.embed(tiny.pool.test))
+
+
+def test_new_experts_start_as_in_lora_by_the_random_state_alone_and_learn(tiny, tune):
+    start = lambda state: new_model(tiny, top_k=3).start_experts(random_state=state)
+    torch.manual_seed(1)
+    one, outer = start(5), torch.rand(1)
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(1), outer)  # the global generator is left alone
+    assert same(start(5).backbone, one.backbone)
+    drawn = [(a, layer.b[name]) for layer in one.layers for name, a in layer.a.items()]
+    others = [a for layer in start(6).layers for a in layer.a.values()]
+    for (a, b), other in zip(drawn, others):
+        bound = a.shape[1] ** -0.5
+        assert 0.9 * bound < a.abs().max() <= bound
+        assert a.std().item() == pytest.approx(bound / 3**0.5, rel=0.2)
+        assert not b.any() and (a != other).all()
+    tune(one)
+    assert all(b.abs().sum(1).all() for _, b in drawn)
+
+
+def test_dropout_of_a_new_model_waits_for_training(merge_with, tiny):
+    model = merge_with(top_k=2)
+    before = embed(model, tiny.a.test)
+    for layer in model.layers:
+        layer.dropout = 0.5
+    assert torch.equal(embed(model, tiny.a.test), before)
+    model.backbone.train()
+    assert not close(embed(model, tiny.a.test), before)
+
+
+def training(model):
+    return {name for name, module in model.backbone.named_modules() if module.training}
+
+
+@pytest.mark.parametrize(
+    "settings", [dict(), dict(form="moments", top_k=2, shared_lam=True)], ids=str
+)
+def test_every_part_of_a_model_is_ready_for_inference_when_it_is_made_and_when_it_is_loaded(
+    settings, merge_with, tiny, tmp_path
+):
+    model, new = merge_with(**settings), new_model(tiny, **settings)
+    assert len(list(model.backbone.modules())) > 20 and training(model) == training(new) == set()
+    assert training(new.start_experts(dropout=0.5)) == set()
+    assert new.backbone.training is False and all(not layer.training for layer in new.layers)
+    model.backbone.train()  # as it was left has no part in what is loaded
+    assert training(load_model(model.save(tmp_path / "model"))) == set()
+    assert training(merge_with(**settings)) == set()  # nor in what is made of the same seed
+    assert not any(module.training for module in tiny.seed.backbone.modules())
+
+
+# ---- how many numbers
+
+
+@pytest.mark.parametrize(
+    "settings, routers",
+    [
+        (dict(), 2 * (3 * 64 + 1)),
+        (dict(shared_lam=True), 2 * 3 * 64 + 1),
+        (dict(form="logistic"), 2 * (3 * 65 + 1)),
+        (dict(form="moments"), 2 * (3 * 129 + 1)),
+    ],
+    ids=str,
+)
+def test_active_parameters_are_those_of_the_largest_experts_that_a_token_can_choose(
+    settings, routers, tiny
+):
+    backbone = sum(value.numel() for value in tiny.seed.backbone.state_dict().values())
+    ffns = [tiny.seed.backbone.get_submodule(path) for path in tiny.seed.layers]
+    maps = [getattr(ffn, name) for ffn in ffns for name in tiny.seed.ffn.linears]
+    line = sum(linear.in_features + linear.out_features for linear in maps)  # of rank 1
+    for top_k, rank in ((1, 4), (2, 6), (3, 6)):
+        model = new_model(tiny, top_k=top_k, **settings)
+        active = backbone + rank * line + routers
+        total = backbone + 6 * line + routers
+        assert model.count_parameters() == dict(total=total, active=active)
+        assert total == sum(p.numel() for p in model.backbone.parameters())
+        assert model.parameter_groups() == dict(seed=backbone, factors=6 * line, routers=routers)
+
+
+def test_seed_alone_has_a_router_and_nothing_more(tiny):
+    alone = UnifiedModel(tiny.seed, ["seed"], [0], [0.0])
+    count = sum(value.numel() for value in tiny.seed.backbone.state_dict().values()) + 2 * 65
+    assert alone.count_parameters() == dict(total=count, active=count)
+
+
+# ---- its folder
+
+
+@every_router
+def test_saved_model_comes_back_the_same_and_can_be_trained_on(
+    settings, merge_with, tune, tiny, tmp_path
+):
+    model, data = tune(merge_with(**settings)), tiny.pool.test
+    folder = model.save(tmp_path / "model", dict(from_="a test"))
+    assert read_manifest(folder, "model")["inputs"] == dict(from_="a test")
+    again = load_model(folder)
+    assert type(again) is UnifiedModel and again.seed.identity == tiny.seed.identity
+    for name in ("experts", "ranks", "scales", "settings"):
+        assert getattr(again, name) == getattr(model, name)
+    assert same(again.backbone, model.backbone)
+    assert torch.equal(embed(again, data), embed(model, data))
+    assert again.parameter_groups() == model.parameter_groups()
+    assert same(tune(again).backbone, tune(model).backbone)
+
+
+def test_model_with_a_number_that_is_not_finite_is_not_saved(merge_with, tmp_path):
+    model = merge_with()
+    with torch.no_grad():
+        model.layers[1].router.vectors[0, 0] = torch.nan
+    said = "router.vectors of the unified model is not finite"
+    with pytest.raises(FloatingPointError, match=said):
+        model.save(tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saving_changes_nothing_and_replaces_what_was_there(merge_with, tmp_path):
+    model, before = merge_with(), weights(merge_with().backbone)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "old").write_text("of before")
+    model.save(tmp_path / "model")
+    assert not moved(model.backbone, before) and not (tmp_path / "model" / "old").exists()
+    assert load_model(tmp_path / "model").experts == model.experts
+
+
+def without(tensors):
+    del tensors["transformer.resblocks.1.mlp.a.c_fc"]
+
+
+def of_another_shape(tensors):
+    tensors["transformer.resblocks.0.mlp.router.vectors"] = torch.zeros(3, 64)
+
+
+def with_another(tensors):
+    tensors["transformer.resblocks.7.mlp.a.c_fc"] = torch.zeros(1)
+
+
+WRONG = {
+    without: "lacks the tensor transformer.resblocks.1.mlp.a.c_fc",
+    of_another_shape: r"0.mlp.router.vectors is \[3, 64\], but must be \[4, 64\]",
+    with_another: "a tensor that no layer uses: transformer.resblocks.7",
+}
+
+
+@pytest.mark.parametrize("change", WRONG, ids=lambda change: change.__name__)
+def test_tensors_that_do_not_fit_are_refused_and_named(change, merge_with, tmp_path):
+    file = merge_with().save(tmp_path / "model") / "moe.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=WRONG[change]):
+        read_model(tmp_path / "model")
+    with pytest.raises(ValueError, match="was changed after it was written"):
+        load_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(experts=["seed", "a", "b", "a"]),
+        dict(experts=["seed"]),
+        dict(experts=[], ranks=[], scales=[]),
+        dict(ranks=[0, 4, -4, 4]),
+        dict(ranks=[0, 4, 4]),
+        dict(ranks="4"),
+        dict(size=4),
+    ],
+    ids=str,
+)
+def test_facts_that_cannot_be_are_refused_and_the_file_is_named(change, merge_with, tmp_path):
+    file = merge_with().save(tmp_path / "model") / "model.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match="model.json"):
+        read_model(tmp_path / "model")
+
+
+def test_facts_are_those_of_the_model(merge_with, tmp_path):
+    folder = merge_with(top_k=2).save(tmp_path / "model")
+    told = json.loads((folder / "model.json").read_text())
+    assert told.pop("kind") == "moe"
+    told["router"] = RouterSettings(**told["router"])
+    wanted = ["seed", "a", "b", "c"], [0, 4, 4, 4], [0.0, 2.0, 2.0, 2.0], RouterSettings(top_k=2)
+    assert MoEFacts(**told) == MoEFacts(*wanted)

@@ -1,0 +1,31 @@
+"What several test files use to compare networks."
+
+import torch
+
+
+def weights(module):
+    "A copy of everything that a network knows."
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def moved(module, before):
+    "Names of the weights that are not what they were."
+    after = module.state_dict()
+    assert after.keys() == before.keys()
+    return {name for name in before if not torch.equal(after[name], before[name])}
+
+
+def same(one, two):
+    "Whether two networks are equal bit by bit."
+    return not moved(one, weights(two))
+
+
+def close(one, two, atol=1e-5):
+    return torch.allclose(one, two, atol=atol)
+
+
+@torch.no_grad()
+def embed(model, data, batch_size=64):
+    "What a model's backbone makes of a data set, float32 [n, d]."
+    batches = model.seed.batches(data, batch_size=batch_size)
+    return torch.cat([model.seed.hidden(model.backbone, batch) for batch in batches])
