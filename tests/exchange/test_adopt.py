@@ -1,0 +1,204 @@
+"Experts that were trained elsewhere as clients: the mean of their other changes, and bundles."
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from exchange.small_decoders import logits, merged, moved
+from helpers import stamps
+
+from harmomoe.base.artefacts import stages_run
+from harmomoe.bundle.files import read_bundle
+from harmomoe.client.expert import load_expert
+from harmomoe.config.settings import Config, ProxySettings, RoutingSettings, changed
+from harmomoe.data.domains import Domain
+from harmomoe.data.texts import text_dataset
+from harmomoe.describe.public import Public
+from harmomoe.describe.routing import client_routing
+from harmomoe.exchange.adopt import adopt, average_others, example_domain
+from harmomoe.exchange.convert import read_adapter, read_checkpoint
+from harmomoe.moe.router import RouterSettings
+
+# The mean of other changes
+
+
+def test_the_mean_of_attention_is_added_to_the_seed(seed, foreign):
+    folder, model = foreign(target_modules="all-linear")
+    before, after = seed.backbone.state_dict(), copy.deepcopy(model).merge_and_unload().state_dict()
+    kept = read_adapter(folder, seed, "average")
+    assert seed.identity  # whose digest is kept from now on, and must not pass to the copy
+    changed, (alone,) = average_others(seed, [kept])
+    assert torch.allclose(logits(merged(changed, alone)), logits(model), atol=1e-4)
+    assert changed.identity["weights"] != seed.identity["weights"] and not alone.others
+    # it counts as a client that changed nothing
+    nothing = read_adapter(foreign("plain")[0], seed, "average")
+    halved = average_others(seed, [kept, nothing])[0].backbone.state_dict()
+    name = "model.layers.1.self_attn.v_proj.weight"
+    assert torch.allclose(halved[name], (before[name] + after[name]) / 2, atol=1e-6)
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(halved[name], before[name])
+
+
+def test_a_fine_tuned_model_is_its_expert_on_the_changed_seed(seed):
+    backbone = moved(seed, ("mlp", "self_attn", "norm"))
+    before, after = seed.backbone.state_dict(), backbone.state_dict()
+    expert = read_checkpoint(backbone, seed, None, "average")
+    changed, (alone,) = average_others(seed, [expert])
+    assert torch.allclose(logits(merged(changed, alone)), logits(backbone), atol=1e-4)
+    for name, weight in changed.backbone.state_dict().items():
+        assert torch.allclose(weight, before[name] if ".mlp." in name else after[name], atol=1e-6)
+
+
+def test_tied_embeddings_change_once(decoder, tmp_path):
+    tied = decoder(tie_word_embeddings=True)
+    backbone = moved(tied, ("mlp", "embed"))
+    backbone.save_pretrained(tmp_path)
+    for source in (backbone, tmp_path):
+        expert = read_checkpoint(source, tied, None, "average")
+        changed, (alone,) = average_others(tied, [expert])
+        assert torch.allclose(logits(merged(changed, alone)), logits(backbone), atol=1e-4)
+
+
+def test_tied_weights_may_have_another_name_with_every_expert(decoder):
+    tied = decoder("gemma2")
+    experts = [read_checkpoint(moved(tied, ("mlp", "embed")), tied, None, "average")] * 2
+    [(name, change)] = experts[0].others.items()
+    assert name == "model.embed_tokens.weight"
+    experts[1] = replace(experts[1], others={"lm_head.weight": change})
+    averaged, _ = average_others(tied, experts)
+    before, after = tied.whole.state_dict(), averaged.whole.state_dict()
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.allclose(after[name], before[name] + change, atol=1e-6)
+
+
+def test_a_whole_clip_changes_with_its_text_tower(tiny_seed, tmp_path):
+    words = copy.deepcopy(tiny_seed)
+    for p in (*words.backbone.parameters(), words.clip.token_embedding.weight):
+        p.data += 0.1 * torch.randn(p.shape)
+    words.save(tmp_path)
+    expert = read_checkpoint(tmp_path, tiny_seed, None, "average")
+    changed, (alone,) = average_others(tiny_seed, [expert])
+    found, expected = changed.clip.state_dict(), words.clip.state_dict()
+    for name in ("token_embedding.weight", "visual.conv1.weight"):
+        assert torch.allclose(found[name], expected[name], atol=1e-6)
+
+
+# Bundles
+
+
+@pytest.fixture
+def own(tiny):
+    "What client a sent, and its expert as somebody else would read it."
+    return tiny.bundles[0], read_adapter(tiny.bundles[0].folder / "adapter", tiny.seed)
+
+
+def test_a_clients_own_expert_is_adopted_as_it_was(tiny, own, tmp_path):
+    sent, expert = own
+    folder = adopt(expert, tiny.a, tiny.public, tmp_path / "a")
+    assert folder == tmp_path / "a" / "bundle"
+    bundle = read_bundle(folder, tiny.public)
+    assert (bundle.client, bundle.scale, bundle.rank) == (sent.client, sent.scale, sent.rank)
+    assert bundle.ids.tolist() == sent.ids.tolist()
+    for place, pair in sent.factors.items():
+        assert all(torch.equal(*both) for both in zip(pair, bundle.factors[place]))
+    assert bundle.manifest.facts.private_samples == len(tiny.a.train)
+    settings = bundle.manifest.inputs.settings
+    told = {name: settings[name] for name in ("rank", "alpha", "expert")}
+    assert told == dict(rank=4, alpha=8, expert="trained elsewhere")
+
+
+def test_what_was_done_is_not_done_again_and_other_data_need_other_vectors(tiny, own, tmp_path):
+    expert, folder = own[1], tmp_path / "a"
+    adopt(expert, tiny.a, tiny.public, folder)
+    before = stamps(tmp_path)
+    with stages_run() as ran:
+        first = read_bundle(adopt(expert, tiny.a, tiny.public, folder), tiny.public)
+    assert ran == [] and stamps(tmp_path) == before and len(before) >= 4
+    fewer = replace(tiny.a, train=tiny.a.train.select(range(12)))
+    with stages_run() as ran:
+        second = read_bundle(adopt(expert, fewer, tiny.public, folder), tiny.public)
+    assert "routing" in ran and "proxies" in ran
+    assert not torch.equal(first.routing.vectors, second.routing.vectors)
+    fresh = read_bundle(adopt(expert, fewer, tiny.public, tmp_path / "fresh"), tiny.public)
+    assert torch.equal(second.routing.vectors, fresh.routing.vectors)
+
+
+@pytest.mark.parametrize("form", ["logistic", "moments"])
+def test_density_ratios_are_those_that_a_client_computes(tiny, own, form, tmp_path):
+    "Proxies, which an adopted expert has not seen, have no part in these forms."
+    public = tiny.public.with_config(changed(tiny.settings, {"router.form": form}))
+    bundle = read_bundle(adopt(own[1], tiny.a, public, tmp_path / "a"), public)
+    theirs = tiny.sent[form][0].routing
+    assert torch.allclose(bundle.routing.vectors, theirs.vectors, atol=1e-4)
+    assert torch.allclose(bundle.routing.biases, theirs.biases, atol=1e-4)
+
+
+def test_means_are_those_of_private_samples_alone(tiny, own, tmp_path):
+    sent, expert = own
+    found = read_bundle(adopt(expert, tiny.a, tiny.public, tmp_path / "a"), tiny.public).routing
+    backbone = load_expert(tiny.seed, sent.folder)
+    alone = client_routing("mean", tiny.seed, backbone, tiny.a.train)
+    assert torch.allclose(found.vectors, alone.vectors, atol=1e-5)
+    assert not torch.allclose(found.vectors, sent.routing.vectors, atol=1e-3)
+
+
+@pytest.mark.parametrize("form", ["mean", "logistic", "moments", "random"])
+def test_a_name_alone_gives_random_vectors_and_proxies(tiny, own, tmp_path, form):
+    public = tiny.public.with_config(changed(tiny.settings, {"router.form": form}))
+    named = [("cats", "1"), ("cats", "2"), ("dogs", "3")]
+    folders = [adopt(own[1], name, public, tmp_path / where) for name, where in named]
+    made = [read_bundle(folder, public) for folder in folders]
+    routing, facts = made[0].routing, made[0].manifest.facts
+    assert routing.form == ("mean" if form == "random" else form) and not routing.biases.any()
+    assert (facts.client, facts.private_samples, facts.proxies) == ("cats", 0, 12)
+    assert torch.equal(routing.vectors, made[1].routing.vectors)
+    first, second, other = (bundle.ids.tolist() for bundle in made)
+    assert first == second != other and len(first) == 12
+    assert not torch.equal(routing.vectors, made[2].routing.vectors)
+    assert 0.01 < routing.vectors.std() < 0.03
+
+
+@pytest.fixture(scope="module")
+def text_pool(tokenizer):
+    rows = [dict(instruction=f"Name {n} things.", output="One.", input="") for n in range(40)]
+    samples = text_dataset(rows, "pool")
+    return Domain("pool", samples, samples.select([]), samples.select([]))
+
+
+@pytest.fixture(scope="module")
+def text_public(seed, text_pool, tmp_path_factory):
+    "What everybody has who adopts adapters of the small Llama."
+    config = Config(
+        proxies=ProxySettings(candidates=30, number=6),
+        routing=RoutingSettings(40),
+        router=RouterSettings(form="logistic"),
+    )
+    return Public(seed, text_pool, config, tmp_path_factory.mktemp("public"))
+
+
+def test_example_prompts_stand_for_data(seed, foreign, text_public, tmp_path):
+    expert = read_adapter(foreign()[0], seed)
+    domain = example_domain("law", [f"Is clause {n} void?" for n in range(12)])
+    assert len(domain.train) == 12 and not len(domain.test) and domain.train[0]["answer"] == ""
+    bundle = read_bundle(adopt(expert, domain, text_public, tmp_path / "law"), text_public)
+    assert bundle.routing.form == "logistic" and bundle.routing.biases.all()
+    assert len(bundle.ids) == 6 and bundle.manifest.facts.private_samples == 12
+    few = example_domain("few", ["Is it?"])
+    with pytest.raises(ValueError, match="at least 10 private"):
+        adopt(expert, few, text_public, tmp_path / "few")
+    with pytest.raises(ValueError, match="row 1: the prompt is empty or ends in a blank"):
+        example_domain("law", ["Is it?", "Is it "])
+
+
+def test_changes_besides_ffns_are_averaged_before_a_bundle(seed, text_public, tmp_path):
+    expert = read_checkpoint(moved(seed, ("mlp", "attn")), seed, 4, "average")
+    with pytest.raises(ValueError, match="average_others"):
+        adopt(expert, "law", text_public, tmp_path / "law")
+    assert not (tmp_path / "law").exists()
+    averaged, (expert,) = average_others(seed, [expert])
+    public = Public(averaged, text_public.pool, text_public.config, tmp_path / "public")
+    folder = adopt(expert, "law", public, tmp_path / "law")
+    assert read_bundle(folder, public).client == "law"
+    with pytest.raises(ValueError, match="another seed"):
+        read_bundle(folder, text_public)

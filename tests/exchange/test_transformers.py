@@ -1,0 +1,166 @@
+"Unified models go out as models of transformers and come back, whatever the family of their seed."
+
+import pytest
+import torch
+import transformers
+from moe.small_unified import CONFIGS, EXPERTS, SIZE, build, families, logits_of, randomise, shared
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from harmomoe.exchange.transformers import (
+    dense_seed,
+    from_transformers,
+    save_transformers,
+    to_transformers,
+)
+from harmomoe.models.decoder import DecoderSeed
+from harmomoe.models.unified import UnifiedModel
+from harmomoe.moe.router import RouterSettings
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet():
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)  # a second thread only slows so small a model down
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    "One token for each of the words w0, w1 and so on."
+    names = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(94))]
+    vocabulary = {word: i for i, word in enumerate(names)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+@pytest.fixture
+def unified(tokenizer):
+    "A function (family, ...) -> a UnifiedModel of this library."
+
+    def made(family="llama", tied=False, dtype=torch.float32, **router):
+        kind, special = CONFIGS[family]
+        torch.manual_seed(0)
+        config = kind(**SIZE | special, tie_word_embeddings=tied)
+        dense = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        dense.generation_config.repetition_penalty = 1.2
+        seed = DecoderSeed(dense, tokenizer, "tiny", scoring="text", loss_on="all", max_length=33)
+        router = dict(context="prefix", form="logistic", top_k=2) | router
+        model = UnifiedModel(seed, *EXPERTS.values(), RouterSettings(**router))
+        randomise(model.layers)
+        return model
+
+    return made
+
+
+@families
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_there_and_back(family, tied, unified, tokenizer, tmp_path):
+    model = unified(family, tied)
+    theirs = to_transformers(model)
+    tensors = [m.state_dict(keep_vars=True).values() for m in (theirs, model.backbone)]
+    assert {*map(id, tensors[0])} == {*map(id, tensors[1])}
+    assert torch.equal(logits_of(theirs), logits_of(model.backbone)) and not theirs.training
+    assert theirs.generation_config.repetition_penalty == 1.2
+    save_transformers(model, tmp_path / "delivered")
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "delivered")
+    assert torch.equal(logits_of(opened), logits_of(model.backbone))
+    written = AutoTokenizer.from_pretrained(tmp_path / "delivered")
+    assert written("w3 w5").input_ids == tokenizer("w3 w5").input_ids
+    again = from_transformers(opened, tokenizer)
+    assert again.seed.identity == model.seed.identity and again.seed.max_length == 33
+    for name in ("experts", "ranks", "scales", "settings"):
+        assert getattr(again, name) == getattr(model, name)
+    dense = again.seed.model
+    assert (dense.get_input_embeddings().weight is dense.get_output_embeddings().weight) == tied
+    assert torch.equal(logits_of(dense), logits_of(model.seed.model))  # no hook is left
+    assert torch.equal(logits_of(again.backbone), logits_of(model.backbone))
+    with again.only("law"), model.only("law"):
+        assert torch.equal(logits_of(again.backbone), logits_of(model.backbone))
+    assert again.parameter_groups() == model.parameter_groups()
+    assert from_transformers(opened, tokenizer, name="other", max_length=20).seed.name == "other"
+    with torch.no_grad():
+        again.layers[0].a["gate_proj"].zero_()
+    assert torch.equal(logits_of(opened), logits_of(model.backbone))  # experts were copied
+
+
+def test_a_delivered_model_of_mixed_precision_keeps_its_logits(unified, tmp_path):
+    model = unified(dtype=torch.bfloat16)
+    assert {p.dtype for p in model.backbone.parameters()} == {torch.bfloat16, torch.float32}
+    opened = AutoModelForCausalLM.from_pretrained(save_transformers(model, tmp_path / "delivered"))
+    assert torch.equal(logits_of(opened), logits_of(model.backbone))
+
+
+def test_delivered_settings_of_the_router_are_kept(unified, tmp_path):
+    model = unified(context="sequence", form="moments", shared_lam=True, learn_lam=False, top_k=3)
+    opened = AutoModelForCausalLM.from_pretrained(save_transformers(model, tmp_path / "delivered"))
+    assert torch.equal(logits_of(opened), logits_of(model.backbone))
+    assert len({id(layer.router.lam) for layer in opened.moe_layers}) == 1
+
+
+def test_delivering_keeps_the_attention_and_the_model(unified):
+    model = unified()
+    model.backbone.set_attn_implementation("eager")
+    before = logits_of(model.backbone)
+    theirs = to_transformers(model)
+    assert theirs.backbone.model.layers[0].self_attn.config._attn_implementation == "eager"
+    assert torch.equal(logits_of(model.backbone), before)
+    theirs.resize_token_embeddings(101, mean_resizing=False)
+    assert theirs.backbone.config.vocab_size == theirs.config.vocab_size == 101
+
+
+def test_a_broken_delivery_leaves_what_was_there(unified, tmp_path, monkeypatch):
+    model = unified()
+    folder = save_transformers(model, tmp_path / "delivered")
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with torch.no_grad():
+        model.layers[0].a["gate_proj"].zero_()
+
+    def full_disk(*arguments, **others):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model.seed.tokenizer), "save_pretrained", full_disk)
+        with pytest.raises(OSError, match="no space left"):
+            save_transformers(model, folder)
+    with torch.no_grad():
+        model.layers[0].a["gate_proj"][0, 0] = torch.inf
+    with pytest.raises(FloatingPointError, match="a.gate_proj of the unified model"):
+        save_transformers(model, folder)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert [file.name for file in tmp_path.iterdir()] == ["delivered"]
+
+
+def test_images_have_no_class_in_transformers(tiny_seed):
+    with pytest.raises(ValueError, match="tiny is no language model"):
+        to_transformers(UnifiedModel(tiny_seed, ["seed"], [0], [0.0]))
+
+
+def test_a_model_that_was_added_to_does_not_come_back(tmp_path, tokenizer):
+    model = build()
+    model.add_adapter(LoraConfig(target_modules=["gate_proj"]))
+    with pytest.raises(ValueError, match="Merge adapters first"):
+        from_transformers(model, tokenizer)
+    shared().save_pretrained(tmp_path)
+    parts = ["embed_tokens", "norm", "rotary_emb", "layers.0", "layers.1"]
+    places = {f"backbone.model.{part}": "cpu" for part in parts} | {"backbone.lm_head": "cpu"}
+    places["backbone.model.layers.2"] = "disk"
+    away = AutoModelForCausalLM.from_pretrained(
+        tmp_path, device_map=places, offload_folder=tmp_path / "offloaded"
+    )
+    with pytest.raises(ValueError, match="without quantisation and offloading"):
+        dense_seed(away)
+
+
+def test_a_pipeline_writes_text(unified, tmp_path):
+    folder = save_transformers(unified(), tmp_path / "delivered")
+    write = transformers.pipeline("text-generation", str(folder), device="cpu")
+    write.tokenizer.padding_side = "left"
+    texts = ["w3 w4 w5", "w6", "w7 w8"]
+    options = dict(max_new_tokens=5, do_sample=False, return_full_text=False)
+    alone = [write(text, **options)[0]["generated_text"] for text in texts]
+    assert [found[0]["generated_text"] for found in write(texts, batch_size=3, **options)] == alone
