@@ -1,0 +1,50 @@
+"What a method is: which parts of a bundle its server gets to see, and what they weigh."
+
+from dataclasses import replace
+
+import pytest
+from watching import alike
+
+from harmomoe.baselines.method import PARTS, OneShot, harmomoe
+from harmomoe.server.server import unify
+
+pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")
+
+
+def test_a_part_that_bundles_do_not_have_cannot_be_sent():
+    with pytest.raises(ValueError, match="no part 'images', only adapter, routing, proxies"):
+        OneShot("mine", unify, sends=("adapter", "images"))
+
+
+@pytest.mark.parametrize("sends", [(), ("adapter",), ("routing", "proxies"), tuple(PARTS)])
+def test_what_is_not_sent_is_withheld(sends, tiny):
+    bundle, method = tiny.bundles[0], replace(harmomoe, sends=sends)
+    [shown] = method.shown([bundle])
+    assert (shown.client, shown.scale, shown.folder) == ("a", bundle.scale, None)
+    assert shown.manifest is None
+    assert shown.factors is bundle.factors if "adapter" in sends else shown.factors == {}
+    assert shown.routing is (bundle.routing if "routing" in sends else None)
+    assert shown.ids is (bundle.ids if "proxies" in sends else None)
+    assert bundle.folder is not None and bundle.manifest is not None
+    files = [bundle.folder / file for part in sends for file in PARTS[part]]
+    assert method.bytes_sent([bundle]) == sum(file.stat().st_size for file in files)
+
+
+def test_what_a_method_adjusts_holds_for_clients_and_server(tiny, tmp_path):
+    seen = []
+
+    def serve(bundles, public):
+        seen.append(public.config.finetune.epochs)
+        seen.extend(bundle.rank for bundle in bundles)
+
+    def adjust(config):
+        expert, finetune = replace(config.expert, rank=2), replace(config.finetune, epochs=7)
+        return replace(config, expert=expert, finetune=finetune)
+
+    OneShot("mine", serve, adjust).run(tiny.public, tiny.clients[:1], tmp_path)
+    assert seen == [7, 2] and tiny.settings.expert.rank == 4
+
+
+def test_harmomoe_among_the_methods_is_harmomoe(play, tiny, logits):
+    model, played = unify(tiny.bundles, tiny.public), play("harmomoe").model
+    assert alike(logits(model), logits(played)) and model.losses == played.losses
