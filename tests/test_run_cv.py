@@ -1,4 +1,6 @@
-"The two papermill notebooks on the tiny benchmark: what they write, what they resume, and what they refuse."
+"""The main notebook for images on the tiny benchmark: what it writes, what it takes up again, and
+what it refuses. What can be wrong with settings and data is tested with the experiment."""
+
 import csv
 import json
 import os
@@ -6,64 +8,74 @@ import re
 import shutil
 from pathlib import Path
 
-import huggingface_hub
 import matplotlib.pyplot as plt
 import nbformat
 import numpy as np
 import open_clip
 import papermill
 import pytest
-import safetensors.torch
 import torch
+from helpers import kept, stamps
 from PIL import Image
 
-import harmomoe.evaluate
-import harmomoe.seed
-import harmomoe.unify
-from harmomoe.bundle import ADAPTER_FILES, FILES
-from harmomoe.core import MANIFEST, read_manifest, seeded
-from harmomoe.evaluate import accuracy
-from harmomoe.moe import load_model
-from harmomoe.weights import open_seed
-from helpers import kept, stamps
+import harmomoe.models.unified  # noqa: F401 (its models can be loaded)
+from harmomoe.base.artefacts import MANIFEST, read_manifest, stages_run
+from harmomoe.base.process import seeded
+from harmomoe.bundle.files import ADAPTER_FILES, FILES
+from harmomoe.models.evaluate import measure
+from harmomoe.models.model import load_model
+from harmomoe.models.training import Checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
-RUN_CV, PRETRAIN = ROOT / "nbs" / "run_cv.ipynb", ROOT / "nbs" / "pretrain_seed.ipynb"
+RUN_CV = ROOT / "nbs" / "run_cv.ipynb"
 METHODS, DOMAINS = ["zeroshot", "expert:a", "expert:b", "expert:c", "harmomoe"], ["a", "b", "c"]
+SETTINGS = (
+    "proxies.candidates=40, proxies.number=12, routing.public_samples=40, "
+    "expert.rank=4, expert.epochs=2, expert.batch_size=16, "
+    "finetune.epochs=1, finetune.batch_size=16, "
+    "router.seed_expert=true, router.top_k=1, router.form=mean"
+)
 
-pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 
 
-def forbidden(*args, **kwargs): pytest.fail("this work was not to be done")
-
-
-def papermill_run(notebook, output, parameters, folder, patch):
-    "Run a notebook in a kernel of its own, as the command `papermill` does, and return it."
-    patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
+def papermill_run(output, parameters, folder, patch):
+    "Run the notebook in a kernel of its own, as the command `papermill` does, and return it."
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    patch.setenv("PYTHONPATH", os.pathsep.join(paths))
     patch.setenv("OMP_NUM_THREADS", "1")
-    return papermill.execute_notebook(str(notebook), str(output), parameters, kernel_name="python3", cwd=str(folder),
-                                      progress_bar=False)
+    how = dict(kernel_name="python3", cwd=str(folder), progress_bar=False)
+    return papermill.execute_notebook(str(RUN_CV), str(output), parameters, **how)
 
 
 def output_of(notebook):
     "All that a notebook printed, as one text."
-    return "\n".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return "\n".join(output.get("text", "") for output in outputs)
 
 
 @pytest.fixture(scope="module")
 def parameters(tiny_folder, tiny_seed_folder):
-    return dict(backbone=str(tiny_seed_folder), data=str(tiny_folder), clients="a,b,c", pool="pool", candidates=40,
-                proxies=12, rank=4, epochs=2, finetune_epochs=1, batch_size=16, seed_expert=True,
-                top_k=1, router_initial="mean", threads=1)
+    return dict(
+        backbone=str(tiny_seed_folder),
+        data=str(tiny_folder),
+        clients="a,b,c",
+        pool="pool",
+        settings=SETTINGS,
+        threads=1,
+    )
 
 
 @pytest.fixture(scope="module")
 def finished(parameters, tmp_path_factory):
     "Folder of one run in a kernel, and the executed notebook."
     folder = tmp_path_factory.mktemp("run")
-    settings = parameters | dict(out=str(folder / "out"))
+    given = parameters | dict(out=str(folder / "out"))
     with pytest.MonkeyPatch.context() as patch:
-        notebook = papermill_run(RUN_CV, folder / "run_cv.ipynb", settings, folder, patch)
+        notebook = papermill_run(folder / "run_cv.ipynb", given, folder, patch)
     return folder / "out", notebook
 
 
@@ -71,6 +83,20 @@ def finished(parameters, tmp_path_factory):
 def again(finished, tmp_path):
     "A copy of the finished run's folder."
     return shutil.copytree(finished[0], tmp_path / "out")
+
+
+@pytest.fixture
+def run(parameters, run_cells):
+    """A function (folder, settings, ...) that runs the notebook in this process and returns the
+    kinds of artefacts that it built."""
+
+    def run(out, settings="", **more):
+        given = parameters | dict(out=str(out), settings=f"{SETTINGS}, {settings}") | more
+        with stages_run() as built:
+            run_cells(RUN_CV, given)
+        return built
+
+    return run
 
 
 @pytest.fixture(autouse=True)
@@ -91,65 +117,100 @@ def table(folder):
     return rows[0], {row[0]: [float(x) for x in row[1:]] for row in rows[1:]}
 
 
+def tables(folder):
+    "The bytes of the table, which are to be the same after the next run."
+    return {suffix: (folder / f"table.{suffix}").read_bytes() for suffix in ("csv", "md")}
+
+
+def model_of(folder):
+    "The only unified model there."
+    [path] = kept(folder / "server", "model")
+    return load_model(path)
+
+
 # ---- one run
+
 
 def test_table_has_a_row_a_method_a_column_a_domain_and_percent_in_three_formats(finished):
     folder, _ = finished
     header, rows = table(folder)
-    assert header == ["method", *DOMAINS, "average"] and list(rows) == METHODS
+    assert header == ["method", *DOMAINS, "average"]
+    assert list(rows) == METHODS
     told = json.loads((folder / "table.json").read_text())
     lines = (folder / "table.md").read_text().splitlines()
     markdown = [[field.strip() for field in line.strip("|").split("|")] for line in lines]
-    assert markdown[0] == header and [row[0] for row in markdown[2:]] == METHODS
+    assert markdown[0] == header
+    assert [row[0] for row in markdown[2:]] == METHODS
     sizes = dict(a=12, b=8, c=12)
     for method, text in zip(METHODS, markdown[2:]):
-        assert rows[method][-1] == pytest.approx(np.mean(rows[method][:-1]), abs=.01)
-        assert [float(x) for x in text[1:]] == pytest.approx(rows[method], abs=.006)
+        assert rows[method][-1] == pytest.approx(np.mean(rows[method][:-1]), abs=0.01)
+        assert [float(x) for x in text[1:]] == pytest.approx(rows[method], abs=0.006)
         for domain, percent in zip(DOMAINS, rows[method]):
             cell = told["accuracy"][method][domain]
-            assert cell["n"] == sizes[domain] and percent == pytest.approx(100 * cell["correct"] / cell["n"], abs=.006)
+            assert cell["n"] == sizes[domain]
+            assert percent == pytest.approx(100 * cell["correct"] / cell["n"], abs=0.006)
             assert cell["interval"][0] <= cell["percent"] <= cell["interval"][1]
 
 
 def test_table_says_with_which_parameters_and_seed_it_was_made(finished, parameters, tiny_seed):
     told = json.loads((finished[0] / "table.json").read_text())
-    assert parameters.items() <= told["parameters"].items() and told["parameters"]["selection"] == "dpp"
+    assert parameters.items() <= told["parameters"].items()
+    assert told["parameters"]["random_state"] == 0
     assert told["seed_model"] == tiny_seed.identity
 
 
 def test_figures_and_numbers_are_written(finished):
     folder, _ = finished
-    pictures = {"accuracy", "routing", "tsne", "relevance", *(f"proxies-{name}-{method}" for name in DOMAINS
-                                                              for method in ("similarity", "dpp"))}
+    ways = "similarity", "dpp"
+    pictures = {f"proxies-{name}-{way}" for name in DOMAINS for way in ways}
+    pictures |= {"accuracy", "routing", "tsne", "relevance"}
     assert {path.stem for path in folder.glob("*.png")} == pictures
-    for picture in folder.glob("*.png"): assert min(Image.open(picture).size) > 50
+    for picture in folder.glob("*.png"):
+        assert min(Image.open(picture).size) > 50
     diversity = list(csv.reader((folder / "diversity.csv").open()))
-    sets = {(name, method) for name in DOMAINS for method in ("random", "similarity", "dpp")}
+    sets = {(name, way) for name in DOMAINS for way in ("random", *ways)}
     assert {(row[0], row[1]) for row in diversity[1:]} == sets
-    assert [row[0] for row in csv.reader((folder / "speed.csv").open())] == ["model", "seed", "harmomoe"]
+    speed = list(csv.reader((folder / "speed.csv").open()))
+    assert [row[0] for row in speed] == ["model", "seed", "harmomoe"]
     stages = list(csv.DictReader((folder / "stages.csv").open()))
     assert [int(row["samples"]) for row in stages if row["stage"] == "embedding the pool"] == [90]
     assert abs(sum(float(row["share, %"]) for row in stages) - 100) < 1e-6
 
 
 def test_model_opens_and_scores_what_the_table_says(finished, tiny_benchmark):
-    model, (_, rows) = load_model(finished[0] / "model"), table(finished[0])
+    model, (_, rows) = model_of(finished[0]), table(finished[0])
     assert model.experts == ["seed", *DOMAINS]
     for client, percent in zip(tiny_benchmark.clients, rows["harmomoe"]):
-        found = accuracy(model, client.test, client.classes)
-        assert found.percent == pytest.approx(percent, abs=.006)
+        found = measure(model, client.test, client.classes)
+        assert found.percent == pytest.approx(percent, abs=0.006)
+
+
+def test_settings_are_those_that_were_asked_for(finished):
+    model = model_of(finished[0])
+    wanted = dict(seed_expert=True, top_k=1, form="mean")
+    assert wanted.items() <= vars(model.settings).items()
+    for name in DOMAINS:
+        manifest = read_manifest(finished[0] / "clients" / name / "bundle")
+        assert manifest["facts"]["proxies"] == 12
+        [expert] = kept(finished[0] / "clients" / name, "expert")
+        assert len(read_manifest(expert)["facts"]["losses"]) == 2
 
 
 def test_every_stage_leaves_a_verified_artefact(finished):
     folder, _ = finished
     artefacts = [path.parent for path in folder.rglob(MANIFEST)]
-    kinds = {plain(path.relative_to(folder).as_posix()): read_manifest(path)["kind"] for path in artefacts}
-    expected = {"pool": "embeddings", "model": "model"}
+    names = [plain(path.relative_to(folder).as_posix()) for path in artefacts]
+    kinds = {name: read_manifest(path)["kind"] for name, path in zip(names, artefacts)}
+    rows = "zeroshot", "harmomoe", *(f"matching experts-{name}" for name in DOMAINS)
     stages = "embeddings", "relevance", "proxies", "expert", "routing", "bundle"
+    expected = {f"rows/{name}": name for name in rows}
     expected |= {f"clients/{name}/{kind}": kind for name in DOMAINS for kind in stages}
-    expected |= {f"accuracy/{method.replace(':', '-')}-{name}": "accuracy" for method in METHODS for name in DOMAINS}
-    assert kinds == expected and len(artefacts) == len(expected)                            # one version of each
-    assert all(set(read_manifest(folder / "clients" / name / "bundle")["files"]) == set(FILES) for name in DOMAINS)
+    expected |= {f"server/received/{i}-{name}": "bundle" for i, name in enumerate(DOMAINS, 1)}
+    expected |= {"public/pool": "embeddings", "public/means": "means", "server/model": "model"}
+    assert kinds == expected
+    assert len(artefacts) == len(expected)  # one version of each
+    for name in DOMAINS:
+        assert set(read_manifest(folder / "clients" / name / "bundle")["files"]) == set(FILES)
 
 
 def test_nothing_is_written_outside_the_result_folder(finished):
@@ -161,236 +222,153 @@ def test_notebook_shows_table_proxies_and_routing(finished):
     nbformat.validate(notebook)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     pictures = sum("image/png" in output.get("data", {}) for output in outputs)
-    assert pictures >= 11       # relevance, t-SNE, accuracies; six contact sheets; routing of proxies and tests
+    # relevance, t-SNE, accuracies; six contact sheets; routing of proxies and tests
+    assert pictures >= 11
     assert re.search(r"HarmoMoE \d+\.\d\d on average", output_of(notebook))
 
 
-# ---- the second run
-
-def test_second_run_trains_and_measures_nothing_and_gives_the_same_table(again, parameters, run_cells, monkeypatch):
-    for name in ("train_expert", "client_routing", "public_routing", "linear_probe", "select_proxies", "finetune",
-                 "unite"):
-        monkeypatch.setattr(harmomoe.unify, name, forbidden)
-    monkeypatch.setattr(harmomoe.unify, "unify", forbidden)
-    monkeypatch.setattr(harmomoe.evaluate, "accuracy", forbidden)
-    before, first = stamps(again), {suffix: (again / f"table.{suffix}").read_bytes() for suffix in ("csv", "md")}
-    for file in again.glob("table.*"): file.unlink()
-    run_cells(RUN_CV, parameters | dict(out=str(again)))
-    assert stamps(again) == before and len(before) == 2 + 3 * 5 + 5 * 3
-    assert {suffix: (again / f"table.{suffix}").read_bytes() for suffix in ("csv", "md")} == first
+# ---- the next run
 
 
-@pytest.mark.parametrize("changes, again_too", [
-    (dict(finetune_epochs=0, top_k=2, seed_expert=False, shared_blend=True), ()),
-    (dict(router_initial="logistic"), ["clients/means", *(f"clients/{name}/routing" for name in DOMAINS)])], ids=["server", "routing"])
-def test_run_with_another_router_reuses_the_experts(changes, again_too, again, parameters, run_cells, monkeypatch):
-    monkeypatch.setattr(harmomoe.unify, "train_expert", forbidden)
-    before = stamps(again)
-    run_cells(RUN_CV, parameters | dict(out=str(again)) | changes)
+def test_second_run_computes_nothing_and_gives_the_same_table(again, run):
+    before, first = stamps(again / "clients"), tables(again)
+    for file in again.glob("table.*"):
+        file.unlink()
+    assert run(again) == []
+    assert stamps(again / "clients") == before
+    assert tables(again) == first
+
+
+@pytest.mark.parametrize(
+    "settings, stages",
+    [
+        (
+            "finetune.epochs=0, router.top_k=2, router.seed_expert=false, router.shared_lam=true",
+            ["model"],
+        ),
+        ("router.form=logistic", ["means", "routing", "routing", "routing", "model"]),
+    ],
+    ids=["server", "routing"],
+)
+def test_run_with_another_router_reuses_the_experts(settings, stages, again, run):
+    before, [first] = stamps(again), kept(again / "server", "model")
+    built = run(again, settings)
+    # a row is kept under all settings, so that every row is measured again
+    rows = ["zeroshot", *(f"matching experts-{name}" for name in DOMAINS), "harmomoe"]
+    assert sorted(built) == sorted([*stages, *rows])
     after = stamps(again)
+    # other versions stand beside those that were there
+    before = {path: stamp for path, stamp in before.items() if "received" not in path}
+    assert before.items() <= after.items()
+    [other] = set(kept(again / "server", "model")) - {first}
+    model, changes = load_model(other), dict(part.split("=") for part in settings.split(", "))
+    for name in ("form", "top_k", "seed_expert", "shared_lam"):
+        if f"router.{name}" in changes:
+            assert str(getattr(model.settings, name)).lower() == changes[f"router.{name}"]
+    assert model.experts == (DOMAINS if "seed_expert" in settings else ["seed", *DOMAINS])
+
+
+def test_interrupted_run_goes_on_in_the_training_that_was_not_finished(again, run, monkeypatch):
+    "Client b's expert is damaged; then the run stops in the second epoch of client c's."
+    [b], [c] = (kept(again / "clients" / name, "expert") for name in "bc")
+    for gone in (c, again / "clients" / "c" / "bundle", again / "server"):
+        shutil.rmtree(gone)
+    (b / ADAPTER_FILES[1]).write_bytes(b"cut off")
+    before, first = stamps(again / "clients"), tables(again)
+    steps, step = [], torch.optim.AdamW.step
+
+    def stopped(*given, **more):
+        steps.append(1)
+        if len(steps) == 10:  # b has 36 samples and c has 44, in batches of 16, in two epochs
+            raise KeyboardInterrupt
+        return step(*given, **more)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", stopped)
+    monkeypatch.setattr(Checkpoint, "due", lambda checkpoint: True)  # a minute would be too long
+    with pytest.raises(KeyboardInterrupt):
+        run(again)
+    assert b.exists() and not c.exists()
+    steps[:] = [1] * 100
+    assert run(again) == ["expert", "model"]
+    assert len(steps) == 100 + 3 + 2  # c's second epoch; the server's 29 proxies
+    after = stamps(again / "clients")
     new = {plain(path) for path, stamp in after.items() if before.get(path) != stamp}
-    old = {path: stamp for path, stamp in before.items() if path.startswith("clients/")}
-    assert old.items() <= after.items()                       # other versions stand beside those that were there
-    measured = {path for path in new if path.startswith("accuracy/expert-")}
-    assert new - measured == {"model", *(f"accuracy/harmomoe-{name}" for name in DOMAINS), *again_too}
-    assert again_too or not measured                          # where bundles change, experts may be measured again
-    settings = {key: value for key, value in changes.items() if key in ("top_k", "seed_expert", "shared_blend")}
-    settings |= dict(initial=changes.get("router_initial", "mean"))
-    model = load_model(again / "model")
-    assert settings.items() <= vars(model.settings).items()
-    assert model.experts == (DOMAINS if "seed_expert" in changes else ["seed", *DOMAINS])
+    assert new == {"b/expert", "c/expert"}
+    assert [kept(again / "clients" / name, "expert") for name in "bc"] == [[b], [c]]
+    assert tables(again) == first
 
 
-def test_interrupted_run_goes_on_with_the_client_that_was_not_finished(again, parameters, run_cells, monkeypatch):
-    [expert_b], [expert_c] = (kept(again / "clients" / name, "expert") for name in "bc")
-    for gone in (expert_c, again / "clients" / "c" / "bundle", again / "model"): shutil.rmtree(gone)
-    (expert_b / ADAPTER_FILES[1]).write_bytes(b"cut off")
-    trained, train = [], harmomoe.unify.train_expert
-
-    def count(seed, data, *rest):
-        trained.append(len(data))
-        return train(seed, data, *rest)
-    monkeypatch.setattr(harmomoe.unify, "train_expert", count)
-    first = (again / "table.csv").read_bytes()
-    run_cells(RUN_CV, parameters | dict(out=str(again)))
-    assert trained == [24, 32]                                # b, whose expert is damaged, and c
-    assert [kept(again / "clients" / name, "expert") for name in "bc"] == [[expert_b], [expert_c]]
-    assert (again / "table.csv").read_bytes() == first
+def test_experts_may_be_left_untrained_and_clients_unnamed(parameters, run_cells, tmp_path):
+    "No clients means all domains but the pool; the folder has the names of model and data."
+    given = parameters | dict(clients="", settings=f"{SETTINGS}, expert.epochs=0")
+    run_cells(RUN_CV, given)
+    [folder] = (tmp_path / "results").iterdir()
+    assert folder.name == f"run_cv-tiny-{Path(parameters['data']).name}-0"
+    assert list(table(folder)[1]) == METHODS
 
 
-def test_result_folder_is_named_after_model_data_and_seed(parameters, run_cells, tmp_path, tiny_folder, monkeypatch):
-    "Stopped where the seed model is first used: nothing but the empty folder is there."
-    monkeypatch.setattr(harmomoe.seed.ImageSeed, "identity", property(lambda self: 1 / 0))
-    for extra, name in ((dict(), "3"), (dict(limit=60), "3-limit60")):
-        with pytest.raises(ZeroDivisionError): run_cells(RUN_CV, parameters | dict(seed=3) | extra)
-        assert list((tmp_path / "results" / f"run_cv-tiny-{tiny_folder.name}-{name}").iterdir()) == []
+# ---- what is refused
 
-
-# ---- what is refused, and when
 
 def test_unknown_parameter_stops_papermill_with_a_suggestion(tmp_path, monkeypatch):
     with pytest.raises(papermill.PapermillExecutionError) as caught:
-        papermill_run(RUN_CV, tmp_path / "out.ipynb", dict(blackbone="ViT-B/16"), tmp_path, monkeypatch)
-    for part in ("unknown parameter 'blackbone'", "Did you mean 'backbone'?", "Known parameters: backbone, weights"):
+        papermill_run(tmp_path / "out.ipynb", dict(blackbone="ViT-B/16"), tmp_path, monkeypatch)
+    for part in (
+        "unknown parameter 'blackbone'",
+        "Did you mean 'backbone'?",
+        "Known parameters: backbone, weights",
+    ):
         assert part in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["out.ipynb"]
 
 
-WRONG = {
-    "unknown parameter": (dict(expochs=3), ValueError, "unknown parameter 'expochs'. Did you mean 'epochs'"),
-    "text for a number": (dict(epochs="3"), ValueError, "'epochs' is '3', but must be of type int"),
-    "number for text": (dict(clients=3), ValueError, "'clients' is 3, but must be of type str"),
-    "fraction for a count": (dict(top_k=1.5), ValueError, "'top_k' is 1.5, but must be of type int"),
-    "number for a switch": (dict(proxy_aligned=1), ValueError, "'proxy_aligned' is 1, but must be of type bool"),
-    "unknown backbone": (dict(backbone="ViT-B/17"), ValueError, "backbone 'ViT-B/17' is neither 'embedded'"),
-    "weights that are not there": (dict(backbone="ViT-B/16", weights="no.pt"), FileNotFoundError, "'no.pt' is neither"),
-    "weights for a saved seed": (dict(weights="openai"), ValueError, "has its own weights"),
-    "no such client": (dict(clients="a,nope"), FileNotFoundError, "'nope' is not a domain there.*a, b, c, pool"),
-    "no such pool": (dict(pool="imagenet"), FileNotFoundError, "'imagenet' is not a domain there.*a, b, c, pool"),
-    "one client twice": (dict(clients="a,b,a"), ValueError, "used twice"),
-    "pool as client": (dict(clients="a,pool"), ValueError, "used twice"),
-    "no such folder": (dict(data="no/such/folder"), FileNotFoundError, "'no/such/folder' does not exist"),
-    "candidates larger than the pool": (dict(candidates=91), ValueError, "candidates is 91, but the pool has 90"),
-    "candidates larger than the limit": (dict(limit=39), ValueError, "candidates is 40, but the pool has 39 samples"),
-    "more proxies than candidates": (dict(proxies=41), ValueError, "m = 41.*cannot exceed candidates.*n = 40"),
-    "unknown selection": (dict(selection="best"), ValueError, "selection is 'best', but must be one of"),
-    "unknown relevance": (dict(relevance="svm"), ValueError, "relevance is 'svm', but must be one of"),
-    "unknown optimizer": (dict(optimizer="adam"), ValueError, "'adam' is neither 'sgd' nor 'adamw'"),
-    "unknown start of the router": (dict(router_initial="zero"), ValueError, "'zero' is none of mean, logistic, .*ran"),
-    "rank 0": (dict(rank=0), ValueError, "rank is 0, but must be positive"),
-    "negative epochs": (dict(epochs=-1), ValueError, "epochs is -1"),
-    "batches of none": (dict(batch_size=0), ValueError, "batch_size is 0"),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_parameter_is_refused_before_anything_is_done(what, parameters, run_cells, tmp_path, monkeypatch):
-    monkeypatch.setattr(harmomoe.seed.ImageSeed, "embed", forbidden)
-    changes, error, said = WRONG[what]
-    with pytest.raises(error, match=said): run_cells(RUN_CV, parameters | dict(out="out") | changes)
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (dict(seed=3), "'seed' is now called 'random_state' .the name seed means the model"),
+        (dict(settings="expert.epoch=3"), "unknown field 'expert.epoch'. Did you mean 'epochs'"),
+    ],
+    ids=str,
+)
+def test_wrong_parameter_is_refused_before_anything_is_written(
+    wrong, said, parameters, run_cells, tmp_path
+):
+    with pytest.raises(ValueError, match=said):
+        run_cells(RUN_CV, parameters | dict(out="out") | wrong)
     assert list(tmp_path.iterdir()) == []
 
 
-LATE = [dict(top_k=9), dict(top_k=0), dict(blend=1.5), dict(blend=-.5), dict(clients="seed=a,b"), dict(limit=0),
-        dict(proxies=1)]
-
-
-@pytest.mark.parametrize("changes", LATE, ids=str)
-def test_these_too_are_refused_before_anything_is_computed(changes, parameters, run_cells, tmp_path, monkeypatch):
-    class Worked(Exception): pass
-
-    def worked(*args, **kwargs): raise Worked
-    monkeypatch.setattr(harmomoe.seed.ImageSeed, "embed", worked)
-    monkeypatch.setattr(harmomoe.seed.ImageSeed, "identity", property(worked))
-    with pytest.raises(ValueError): run_cells(RUN_CV, parameters | dict(out="out") | changes)
-
-
-def test_experts_may_be_left_untrained(again, parameters, run_cells):
-    run_cells(RUN_CV, parameters | dict(out=str(again), epochs=0))
-
-
-def test_no_clients_means_all_domains_but_the_pool(parameters, run_cells, monkeypatch):
-    monkeypatch.setattr(harmomoe.seed.ImageSeed, "identity", property(lambda self: 1 / 0))
-    with pytest.raises(ZeroDivisionError): run_cells(RUN_CV, parameters | dict(out="out", clients=""))
-
-
-@pytest.mark.parametrize("backbone", ["ViT-B/16", "ViT-B/32"])
-def test_papers_backbone_offline_is_one_error_that_names_three_ways_on(backbone, run_cells, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path))              # no cache either
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *args, **kwargs: None)
-    with pytest.raises(ConnectionError) as caught: run_cells(RUN_CV, dict(backbone=backbone))
-    for part in (f"weights of {backbone.replace('/', '-')}: not in the local cache", "HF_HUB_OFFLINE", "(1)", "network",
-                 "(2)", "-p weights FILE", "(3)", "embedded"): assert part in str(caught.value)
-    assert caught.value.__cause__ is None and list(tmp_path.iterdir()) == []
+# ---- the paper's size
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["open_clip", "OpenAI"])
-def test_vit_b_16_goes_through_all_stages_from_a_file(layout, tiny_folder, run_cells, tmp_path, monkeypatch):
+def test_vit_b_16_goes_through_all_stages_from_a_file(
+    layout, tiny_folder, run_cells, tmp_path, monkeypatch
+):
     "Random weights, so the numbers mean nothing; that every stage runs at the paper's size does."
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with seeded(0): weights = open_clip.create_model("ViT-B-16").state_dict()
+    with seeded(0):
+        weights = open_clip.create_model("ViT-B-16").state_dict()
     if layout == "OpenAI":
         integers = dict(input_resolution=224, context_length=77, vocab_size=49408)
         weights = {name: value.half() for name, value in weights.items()} | integers
     torch.save(weights, tmp_path / "weights.pt")
-    space = run_cells(RUN_CV, dict(backbone="ViT-B/16", weights=str(tmp_path / "weights.pt"), data=str(tiny_folder),
-                                   clients="a,b", pool="pool", out="out", limit=10, candidates=8, proxies=3, rank=2,
-                                   epochs=1, finetune_epochs=1))
+    space = run_cells(
+        RUN_CV,
+        dict(
+            backbone="ViT-B/16",
+            weights=str(tmp_path / "weights.pt"),
+            data=str(tiny_folder),
+            clients="a,b",
+            pool="pool",
+            out="out",
+            quick=10,
+            settings="proxies.candidates=8, proxies.number=3, expert.rank=2, expert.epochs=1, "
+            "finetune.epochs=1",
+        ),
+    )
     assert list(table(tmp_path / "out")[1]) == ["zeroshot", "expert:a", "expert:b", "harmomoe"]
-    model = load_model(tmp_path / "out" / "model")
-    assert model.seed.identity == space["model0"].identity and model.experts == ["seed", "a", "b"]
-
-
-# ---- pre-training a seed
-
-@pytest.fixture(scope="module")
-def pretraining(tiny_folder):
-    return dict(pool=str(tiny_folder / "pool"), image_size=16, width=64, layers=1, masked_epochs=1, visible=2,
-                text_steps=2, epochs=2, full_epochs=1, batch_size=32, merges=100, prompt="a {} here", threads=1)
-
-
-@pytest.fixture(scope="module")
-def pretrained(pretraining, run_cells, tmp_path_factory):
-    "Folder of a finished seed, and the names that its notebook has defined."
-    folder = tmp_path_factory.mktemp("pretrained")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        space = run_cells(PRETRAIN, pretraining | dict(out="seeds/mine"))
-    return folder / "seeds" / "mine", space
-
-
-def test_pretrained_seed_opens_under_the_name_of_its_folder(pretrained, tiny_benchmark):
-    folder, _ = pretrained
-    assert [path.name for path in folder.parent.iterdir()] == ["mine"]
-    seed = open_seed(str(folder))
-    assert (seed.name, seed.prompt, len(seed.layers)) == ("mine", "a {} here", 1)
-    assert torch.isfinite(seed.embed(tiny_benchmark.pool.test)).all()
-    manifest = read_manifest(folder, "seed")
-    assert manifest["inputs"]["parameters"]["epochs"] == 2 and "pool" in manifest["facts"]["zero_shot"]
-
-
-def test_names_are_trained_as_they_will_be_used(pretrained):
-    _, space = pretrained
-    used = space["tokenizer"]([f"a {name.replace('_', ' ')} here" for name in space["names"]])
-    assert torch.equal(space["tokens"], used)
-
-
-@pytest.mark.parametrize("stop", [1, 2, 4])
-def test_interrupted_pretraining_ends_in_the_same_seed(stop, pretrained, pretraining, run_cells, tmp_path, monkeypatch):
-    "Interrupted after the masked epoch, the first naming epoch, or when only the seed is yet to be saved."
-    saves, save = [], harmomoe.seed.save_file
-
-    def save_until(tensors, path, **more):
-        saves.append(path)
-        if len(saves) > stop: raise KeyboardInterrupt
-        save(tensors, path, **more)
-    with monkeypatch.context() as patch:
-        for module in (safetensors.torch, harmomoe.seed): patch.setattr(module, "save_file", save_until)
-        with pytest.raises(KeyboardInterrupt): run_cells(PRETRAIN, pretraining | dict(out="mine"))
-    assert not (tmp_path / "mine").exists()
-    batches, sample = [], torch.nn.functional.grid_sample
-
-    def count(*args, **kwargs):
-        batches.append(1)
-        return sample(*args, **kwargs)
-    monkeypatch.setattr(torch.nn.functional, "grid_sample", count)
-    run_cells(PRETRAIN, pretraining | dict(out="mine"))
-    assert len(batches) == 1 + 3 * (4 - stop)                 # one to be looked at, and three for each epoch left
-    for file in pretrained[0].iterdir():
-        if file.name != MANIFEST: assert (tmp_path / "mine" / file.name).read_bytes() == file.read_bytes(), file.name
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_pretraining_refuses_to_see_all_patches_in_the_masked_epochs(pretraining, run_cells):
-    with pytest.raises((ValueError, FloatingPointError)): run_cells(PRETRAIN, pretraining | dict(out="mine", visible=4))
-
-
-@pytest.mark.parametrize("changes, error, said", [
-    (dict(epoch=1), ValueError, "unknown parameter 'epoch'. Did you mean 'epochs'"),
-    (dict(width="64"), ValueError, "'width' is '64', but must be of type int"),
-    (dict(pool="no/such/pool/anywhere"), FileNotFoundError, "no/such/pool/anywhere")])
-def test_pretraining_refuses_wrong_parameters(changes, error, said, pretraining, run_cells, tmp_path):
-    with pytest.raises(error, match=said): run_cells(PRETRAIN, pretraining | dict(out="mine") | changes)
-    assert list(tmp_path.iterdir()) == []
+    model = model_of(tmp_path / "out")
+    assert model.seed.identity == space["model0"].identity
+    assert model.experts == ["seed", "a", "b"]

@@ -1,34 +1,40 @@
-"""The papermill notebook for text on a tiny decoder: what it writes, what it resumes, and what it refuses."""
+"""The main notebook for text on a tiny decoder: what it writes, what it takes up again, and what it
+refuses. What can be wrong with settings and data is tested with the experiment."""
+
 import csv
 import json
 import shutil
 from pathlib import Path
 
-import huggingface_hub
 import matplotlib.pyplot as plt
 import pytest
 import torch
+from helpers import kept, stamps
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import harmomoe.baselines.compare
-import harmomoe.evaluate
-import harmomoe.unify
-from harmomoe.decoder import DecoderSeed
-from harmomoe.evaluate import accuracy
-from harmomoe.moe import load_model
-from harmomoe.weights import open_seed
-from helpers import stamps
+import harmomoe.models.unified  # noqa: F401 (its models can be loaded)
+from harmomoe.base.artefacts import stages_run
+from harmomoe.models.evaluate import measure
+from harmomoe.models.model import load_model
+from harmomoe.models.weights import open_seed
 
 RUN_NLP = Path(__file__).resolve().parent.parent / "nbs" / "run_nlp.ipynb"
 DOMAINS = ["colours", "animals"]
-METHODS = ["zeroshot", "expert:colours", "expert:animals", "btm", "model_soup", "btx", "flexolmo", "unrestricted_moe",
-           "harmomoe"]
+EXPERTS = [f"expert:{name}" for name in DOMAINS]
+OTHERS = ["btm", "model_soup", "btx", "flexolmo", "unrestricted_moe"]
+METHODS = ["zeroshot", *EXPERTS, *OTHERS, "harmomoe"]
+TRAINING = "epochs=1, {0}.learning_rate=3e-3, {0}.batch_size=16"
+SETTINGS = (
+    "reading.train=20, reading.test=10, proxies.candidates=40, proxies.number=12, "
+    "routing.public_samples=40, expert.rank=4, expert.warmup_steps=0, "
+    f"expert.{TRAINING.format('expert')}, finetune.{TRAINING.format('finetune')}"
+)
 
-pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
-
-
-def forbidden(*args, **kwargs): pytest.fail("this work was not to be done")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +47,14 @@ def elsewhere(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def parameters(tiny_decoder, tiny_texts):
-    return dict(backbone=str(tiny_decoder), data=str(tiny_texts), clients=",".join(DOMAINS), pool="sayings", train=20,
-                test=10, candidates=40, proxies=12, public_samples=40, rank=4, epochs=1, learning_rate=3e-3,
-                batch_size=16, threads=1)
+    return dict(
+        backbone=str(tiny_decoder),
+        data=str(tiny_texts),
+        clients=",".join(DOMAINS),
+        pool="sayings",
+        settings=SETTINGS,
+        threads=1,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,145 +73,146 @@ def again(ran, tmp_path):
     return shutil.copytree(ran[0], tmp_path / "out")
 
 
+@pytest.fixture
+def run(parameters, run_cells):
+    """A function (folder, settings, ...) that runs the notebook and returns the names that it
+    has defined, and the kinds of artefacts that it built."""
+
+    def run(out, settings="", **more):
+        given = parameters | dict(out=str(out), settings=f"{SETTINGS}, {settings}") | more
+        with stages_run() as built:
+            space = run_cells(RUN_NLP, given)
+        return space, built
+
+    return run
+
+
 def table(folder):
     rows = list(csv.reader((folder / "table.csv").open()))
     return rows[0], {row[0]: [float(x) for x in row[1:]] for row in rows[1:]}
 
 
+def tables(folder):
+    "The bytes of the table, which are to be the same after the next run."
+    return {suffix: (folder / f"table.{suffix}").read_bytes() for suffix in ("csv", "md")}
+
+
+def saved(folder):
+    "The folder that transformers opens."
+    return AutoModelForCausalLM.from_pretrained(folder / "transformers", trust_remote_code=True)
+
+
+def generated(model, asked, **more):
+    "What a model says to a prompt, without the prompt."
+    how = dict(attention_mask=torch.ones_like(asked), max_new_tokens=12, do_sample=False)
+    return model.generate(asked, **how, **more)[0, asked.shape[1] :]
+
+
 # ---- one run
 
-def test_table_has_a_row_a_method_a_column_a_domain_and_the_models_numbers(ran, parameters, tiny_decoder):
+
+def test_table_has_a_row_a_method_a_column_a_domain_and_the_models_numbers(
+    ran, parameters, tiny_decoder
+):
     folder, space = ran
     header, rows = table(folder)
-    assert header == ["method", *DOMAINS, "average"] and list(rows) == METHODS == list(space["table"].index)
+    assert header == ["method", *DOMAINS, "average"]
+    assert list(rows) == METHODS == list(space["table"].index)
     told = json.loads((folder / "table.json").read_text())
-    assert all(cell["n"] == 10 for row in told["accuracy"].values() for name, cell in row.items() if name != "average")
-    assert parameters.items() <= told["parameters"].items() and told["parameters"]["context"] == "sequence"
+    for row in told["accuracy"].values():
+        assert all(cell["n"] == 10 for name, cell in row.items() if name != "average")
+    assert parameters.items() <= told["parameters"].items()
+    assert told["parameters"]["preset"] == "text"
     assert told["seed_model"] == open_seed(str(tiny_decoder)).identity
     assert (folder / "table.md").read_text().count("\n") == len(METHODS) + 2
-    model = load_model(folder / "model")
+    [path] = kept(folder / "server", "model")
+    model = load_model(path)
     assert model.experts == ["seed", *DOMAINS]
+    assert model.settings.context == "sequence"
     for client, percent in zip(space["benchmark"].clients, rows["harmomoe"]):
-        assert accuracy(model, client.test, client.classes).percent == pytest.approx(percent, abs=.006)
+        found = measure(model, client.test, client.classes)
+        assert found.percent == pytest.approx(percent, abs=0.006)
+        assert len(client.train) == 20
 
 
 def test_picture_and_speeds_are_written_and_nothing_outside_the_folder(ran):
     folder, _ = ran
-    assert {path.name for path in folder.iterdir() if path.is_file()} == {"routing.png", "speed.csv", "stages.csv",
-                                                                         "table.csv", "table.json", "table.md"}
+    written = {path.name for path in folder.iterdir() if path.is_file()}
+    tables = {f"table.{suffix}" for suffix in ("csv", "json", "md")}
+    assert written == tables | {"routing.png", "speed.csv", "stages.csv"}
     assert min(Image.open(folder / "routing.png").size) > 50
-    assert [row[0] for row in csv.reader((folder / "speed.csv").open())] == ["model", "seed", "harmomoe"]
+    speed = list(csv.reader((folder / "speed.csv").open()))
+    assert [row[0] for row in speed] == ["model", "seed", "harmomoe"]
     assert [path.name for path in folder.parent.iterdir()] == ["out"]
 
 
 def test_saved_folder_is_the_unified_model_for_transformers(ran):
     folder, space = ran
-    served, tokens = (kind.from_pretrained(folder / "transformers", trust_remote_code=True)
-                      for kind in (AutoModelForCausalLM, AutoTokenizer))
+    served, tokens = saved(folder), AutoTokenizer.from_pretrained(folder / "transformers")
     question = space["benchmark"].clients[-1].test[0]["prompt"]
     asked = tokens([question, "Say red."], return_tensors="pt", padding=True, padding_side="left")
     asked = {name: asked[name] for name in ("input_ids", "attention_mask")}
-    with torch.no_grad(): found, wanted = (one(**asked).logits for one in (served, space["unified"].tower))
-    assert torch.allclose(found[asked["attention_mask"] == 1], wanted[asked["attention_mask"] == 1], atol=1e-4)
+    with torch.no_grad():
+        found, wanted = (one(**asked).logits for one in (served, space["unified"].backbone))
+    real = asked["attention_mask"] == 1
+    assert torch.allclose(found[real], wanted[real], atol=1e-4)
     one = tokens(question, return_tensors="pt")["input_ids"]
-    said = served.generate(one, attention_mask=torch.ones_like(one), max_new_tokens=12, do_sample=False,
-                           use_cache=False)
-    assert torch.equal(said[0, one.shape[1]:], space["said"])
+    assert torch.equal(generated(served, one, use_cache=False), space["said"])
 
 
-# ---- the second run
-
-def test_second_run_trains_and_measures_nothing_and_gives_the_same_table(again, parameters, run_cells, monkeypatch):
-    for name in ("train_expert", "client_routing", "public_routing", "linear_probe", "select_proxies", "finetune",
-                 "unite", "unify"):
-        monkeypatch.setattr(harmomoe.unify, name, forbidden)
-    monkeypatch.setattr(harmomoe.evaluate, "accuracy", forbidden)
-    for name in ("accuracy", "run_method"): monkeypatch.setattr(harmomoe.baselines.compare, name, forbidden)
-    monkeypatch.setattr(DecoderSeed, "embed", forbidden)
-    before, first = stamps(again), {suffix: (again / f"table.{suffix}").read_bytes() for suffix in ("csv", "md")}
-    for file in again.glob("table.*"): file.unlink()
-    run_cells(RUN_NLP, parameters | dict(out=str(again)))
-    assert stamps(again) == before
-    assert {suffix: (again / f"table.{suffix}").read_bytes() for suffix in ("csv", "md")} == first
+# ---- the next run
 
 
-def test_run_with_another_context_reuses_the_experts_and_writes_with_a_cache(again, parameters, run_cells, monkeypatch):
-    monkeypatch.setattr(harmomoe.unify, "train_expert", forbidden)
-    monkeypatch.setattr(DecoderSeed, "embed", forbidden)
-    changes = dict(context="prefix", router_initial="logistic", compare="", blend=.7)
-    space = run_cells(RUN_NLP, parameters | dict(out=str(again)) | changes)
+def test_second_run_computes_nothing_and_gives_the_same_table(again, run):
+    before, first = stamps(again / "clients"), tables(again)
+    for file in again.glob("table.*"):
+        file.unlink()
+    _, built = run(again)
+    assert built == []
+    assert stamps(again / "clients") == before
+    assert tables(again) == first
+
+
+def test_run_with_another_context_reuses_the_experts_and_writes_with_a_cache(again, run):
+    settings = "router.context=prefix, router.form=logistic, router.lam=0.7"
+    space, built = run(again, settings, methods="")
+    assert sorted(built) == sorted(["means", "routing", "routing", "model", "harmomoe"])
     assert list(table(again)[1]) == ["harmomoe"]
-    assert load_model(again / "model").settings.context == "prefix"
-    served = AutoModelForCausalLM.from_pretrained(again / "transformers", trust_remote_code=True)
-    asked = space["asked"]
-    said = [served.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=12, do_sample=False,
-                            use_cache=cached)[0, asked.shape[1]:] for cached in (True, False)]
-    assert torch.equal(*said) and torch.equal(said[0], space["said"])
+    assert space["unified"].settings.context == "prefix"
+    served, asked = saved(again), space["asked"]
+    said = [generated(served, asked, use_cache=cached) for cached in (True, False)]
+    assert torch.equal(*said)
+    assert torch.equal(said[0], space["said"])
 
 
-def test_seed_of_half_precision_stays_so_to_the_end(parameters, run_cells):
-    space = run_cells(RUN_NLP, parameters | dict(out="out", dtype="bfloat16", compare="btm"))
-    assert list(table(Path("out"))[1]) == ["btm", "harmomoe"]
+def test_seed_of_half_precision_stays_so_to_the_end_and_clients_may_be_unnamed(run, tmp_path):
+    "No clients means all domains but the pool."
+    space, _ = run("out", "reading.dtype=bfloat16", methods="btm", clients="")
+    assert [client.name for client in space["benchmark"].clients] == sorted(DOMAINS)
+    assert list(table(tmp_path / "out")[1]) == ["btm", "harmomoe"]
     assert space["unified"].seed.identity == space["model0"].identity
-    served = AutoModelForCausalLM.from_pretrained("out/transformers", trust_remote_code=True)
-    for model in (space["unified"].tower, space["served"], served):
+    for model in (space["unified"].backbone, space["served"], saved(tmp_path / "out")):
         assert model.dtype == torch.bfloat16
 
 
-def test_result_folder_is_named_after_model_data_and_seed(parameters, run_cells, tmp_path, tiny_texts, monkeypatch):
-    "Stopped where the seed model is first used: nothing but the empty folder is there."
-    monkeypatch.setattr(DecoderSeed, "identity", property(lambda self: 1 / 0))
-    with pytest.raises(ZeroDivisionError): run_cells(RUN_NLP, parameters | dict(seed=3))
-    assert list((tmp_path / "results" / f"run_nlp-tiny-{tiny_texts.name}-3").iterdir()) == []
+# ---- what is refused
 
 
-def test_no_clients_means_all_domains_but_the_pool(parameters, run_cells, monkeypatch):
-    seen = []
-    monkeypatch.setattr(harmomoe.unify, "check_settings", lambda config, benchmark: seen.append(benchmark) or 1 / 0)
-    with pytest.raises(ZeroDivisionError): run_cells(RUN_NLP, parameters | dict(clients="", out="out"))
-    assert [client.name for client in seen[0].clients] == sorted(DOMAINS) and len(seen[0].clients[0].train) == 20
-
-
-# ---- what is refused, before anything is written
-
-WRONG = {
-    "unknown parameter": (dict(epoch=3), ValueError, "unknown parameter 'epoch'. Did you mean 'epochs'"),
-    "text for a number": (dict(epochs="3"), ValueError, "'epochs' is '3', but must be of type int"),
-    "unknown method": (dict(compare="btm, btn"), ValueError, "no method 'btn'; there are zeroshot"),
-    "expert of nobody": (dict(compare="btm,expert:birds"), ValueError, "no client 'birds'; there are colours, animals"),
-    "dtype": (dict(dtype="float16"), ValueError, "dtype is 'float16', but must be float32 or bfloat16"),
-    "scoring": (dict(scoring="guess"), ValueError, "scoring 'guess' is neither 'letter' nor 'text'"),
-    "loss": (dict(loss_on="prompt"), ValueError, "loss_on 'prompt' is neither 'answer' nor 'all'"),
-    "length": (dict(max_length=0), ValueError, "max_length is 0, but must be at least 2"),
-    "processes": (dict(processes=0), ValueError, "processes is 0, but must be at least 1"),
-    "missing data": (dict(data="no/such/folder"), FileNotFoundError, "data folder 'no/such/folder' does not exist"),
-    "missing client": (dict(clients="colours,birds"), FileNotFoundError, "'birds' is not a domain.*animals, colours"),
-    "missing pool": (dict(pool="proverbs"), FileNotFoundError, "'proverbs' is not a domain there"),
-    "no pool": (dict(pool=""), ValueError, "name a pool and at least one client"),
-    "pool as a client": (dict(clients="colours,words=sayings"), ValueError, "client words has no questions with"),
-    "images": (dict(data="embedded", clients="", pool="", candidates=None), ValueError, "holds no texts; run_cv"),
-    "too many candidates": (dict(candidates=91), ValueError, "candidates is 91, but the pool has 90 samples"),
-    "too many proxies": (dict(proxies=41), ValueError, r"proxies \(m = 41\) cannot exceed candidates \(n = 40\)"),
-    "no training data": (dict(train=0), ValueError, "cannot keep 0 rows"),
-    "selection": (dict(selection="best"), ValueError, "selection is 'best', but must be one of"),
-    "rank": (dict(rank=0), ValueError, "rank is 0, but must be positive"),
-    "experts": (dict(top_k=9), ValueError, "top_k is 9, but must be 1 to 3"),
-    "context": (dict(context="suffix"), ValueError, "context 'suffix' is none of sequence, prefix, prompt"),
-    "spread of the past": (dict(context="prefix", router_initial="moments"), ValueError, "needs the whole sequence"),
-    "backbone": (dict(backbone="smolm2"), ValueError, "'smolm2' is neither .* a language model on the Hugging"),
-    "image model": (dict(backbone="embedded"), ValueError, "only for language models, but embedded is none"),
-    "folder without a model": (dict(backbone="."), ValueError, "nor a folder with .* config.json"),
-    "file": (dict(backbone="no.gguf"), FileNotFoundError, "there is no file no.gguf"),
-    "absent model": (dict(backbone="nobody/nothing"), ConnectionError, "language model nobody/nothing.*HF_HUB_OFFLINE"),
-    "absent data": (dict(data="paper-texts", clients="", pool=""), (ConnectionError, FileNotFoundError), "alpaca"),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_parameter_is_one_error_before_anything_is_written(what, parameters, run_cells, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *args, **kwargs: None)
-    monkeypatch.setattr(DecoderSeed, "embed", forbidden)
-    changes, error, said = WRONG[what]
-    with pytest.raises(error, match=said) as caught: run_cells(RUN_NLP, parameters | dict(out="out") | changes)
-    assert list(tmp_path.iterdir()) == [] and len(str(caught.value)) < 1200
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (dict(epochs=3), "unknown parameter 'epochs'.*Known parameters: backbone, data, clients"),
+        (dict(seed=3), "'seed' is now called 'random_state' .the name seed means the model"),
+        (dict(settings="expert.epoch=3"), "unknown field 'expert.epoch'. Did you mean 'epochs'"),
+        (dict(methods="btm, btn"), "no method 'btn'; there are zeroshot"),
+        (dict(data="embedded", clients="", pool=""), "holds no texts; run_cv"),
+    ],
+    ids=str,
+)
+def test_wrong_parameter_is_refused_before_anything_is_written(
+    wrong, said, parameters, run_cells, tmp_path
+):
+    with pytest.raises(ValueError, match=said) as caught:
+        run_cells(RUN_NLP, parameters | dict(out="out") | wrong)
+    assert list(tmp_path.iterdir()) == []
+    assert len(str(caught.value)) < 1200

@@ -1,0 +1,475 @@
+"""One experiment from a notebook's parameters: what they mean, what is wrong with them, and what is
+measured."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import torch
+
+from harmomoe.base.artefacts import stages_run
+from harmomoe.bench import experiment as module
+from harmomoe.bench.compare import run_rows
+from harmomoe.bench.experiment import Experiment, open_experiment, read_config, read_engine
+from harmomoe.bench.source import Reading, Source
+from harmomoe.config.settings import changed, preset
+from harmomoe.data.named import PAPER_ACCURACY
+from harmomoe.models.clip import ImageSeed
+from harmomoe.models.decoder import DecoderSeed
+from harmomoe.models.evaluate import measure
+
+SETTINGS = (
+    "proxies.candidates=40, proxies.number=12, routing.public_samples=40, expert.rank=4, "
+    "expert.epochs=1, expert.batch_size=16, finetune.epochs=1, finetune.batch_size=16"
+)
+TEXTS = "reading.train=20, reading.test=10"
+
+
+@pytest.fixture(autouse=True)
+def process(tmp_path, monkeypatch):
+    "The process stays as it is, in an empty folder; the list says whether it was to be faster."
+    called, threads = [], torch.get_num_threads()
+    monkeypatch.setattr(module, "faster_cpu", lambda: called.append("faster"))
+    monkeypatch.chdir(tmp_path)
+    yield called
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def images(tiny_seed_folder, tiny_folder):
+    "Parameters of an experiment on images."
+    given = dict(backbone=str(tiny_seed_folder), data=str(tiny_folder), clients="a,b,c")
+    return given | dict(pool="pool", settings=SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def texts(tiny_decoder, tiny_texts):
+    "Parameters of an experiment on texts."
+    given = dict(backbone=str(tiny_decoder), data=str(tiny_texts), clients="colours,animals")
+    return given | dict(pool="sayings", preset="text", settings=f"{TEXTS}, {SETTINGS}")
+
+
+# ---- how rows are run
+
+
+@pytest.mark.parametrize(
+    "engine, processes",
+    [("local", 1), ("processes:1", 1), ("processes:2", 2), ("processes:16", 16)],
+)
+def test_an_engine_is_a_number_of_processes(engine, processes):
+    assert read_engine(engine) == processes
+
+
+@pytest.mark.parametrize(
+    "engine",
+    ["", "cluster", "Local", "local:2", "processes", "processes:", "processes:0", "processes:-1"]
+    + ["processes:two", "processes:1.5", "process:2", "threads:2", "2"],
+)
+def test_another_engine_is_refused(engine):
+    with pytest.raises(ValueError, match="but must be 'local' or 'processes:N'"):
+        read_engine(engine)
+
+
+# ---- settings
+
+
+def test_without_settings_a_preset_is_taken_as_it_is():
+    assert read_config("text", "", 0) == (preset("text"), Reading())
+    assert read_config("paper-released", "", 0)[0] == preset("paper-released")
+    assert read_config("paper", "", 3)[0] == changed(preset("paper"), {"random_state": 3})
+
+
+def test_every_stage_can_be_set_and_reading_is_one_of_them():
+    given = "relevance.negatives=7, expert.rank=2, router.top_k=3, finetune.clip=1"
+    config, reading = read_config("paper", f"reading.train=9, {given}, reading.dtype=bfloat16", 0)
+    assert reading == Reading(train=9, dtype="bfloat16")
+    wanted = {"relevance.negatives": 7, "expert.rank": 2, "router.top_k": 3, "finetune.clip": 1}
+    assert config == changed(preset("paper"), wanted)
+
+
+@pytest.mark.parametrize("name", ["mine.yaml", "mine.yml"])
+def test_settings_and_reading_come_from_a_file_too(name, tmp_path):
+    file = tmp_path / name
+    file.write_text("expert: {rank: 2}\nreading:\n  test: 5\nreading.train: 3\nrandom_state: 7\n")
+    config, reading = read_config("text", str(file), 0)
+    assert reading == Reading(test=5, train=3)
+    assert (config.expert.rank, config.random_state) == (2, 7)
+
+
+def test_a_quick_try_is_small_and_settings_go_before():
+    config, reading = read_config("embedded", "", 0, quick=60)
+    assert (config.expert.epochs, config.finetune.epochs) == (2, 2)
+    assert (config.proxies.candidates, config.proxies.number) == (60, 12)
+    assert (config.routing.public_samples, reading) == (60, Reading())
+    given = "expert.epochs=5, proxies.number=20"
+    config, _ = read_config("embedded", given, 0, quick=60)
+    assert (config.expert.epochs, config.finetune.epochs, config.proxies.number) == (5, 2, 20)
+    few, _ = read_config("text", "expert.epochs=0", 0, quick=100_000)
+    assert few.proxies == preset("text").proxies
+    assert (few.expert.epochs, few.finetune.epochs) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("router.topk=2", "unknown field 'router.topk'. Did you mean 'top_k'"),
+        ("reading.scorin=text", "unknown field 'scorin'. Did you mean 'scoring'"),
+        ("reading.dtype=float16", "dtype is 'float16', but must be float32 or bfloat16"),
+        ("reading.train=0", "train is 0, but must be at least 1"),
+        ("reading.train=many", "train is 'many'"),
+        ("reading.train.x=1", "unknown field 'train.x'"),
+        ("reading=3", "settings: reading: unknown field"),
+        ("read.train=3", "unknown field 'read'"),
+        ("candidates=40", "unknown field 'candidates'"),
+        ("proxies.candidates=3, proxies.number=4", r"m = 4.*cannot exceed candidates.*n = 3"),
+        ("no.yaml", "there is no file no.yaml"),
+        ("what", "is no 'stage.field=value'"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_are_one_error(text, said):
+    with pytest.raises(ValueError, match=f"^settings: .*{said}|^settings: {said}|{said}"):
+        read_config("embedded", text, 0)
+
+
+@pytest.mark.parametrize("content", ["3: 1\n", "reading: 3\n", "reading: {3: 1}\n", "- 1\n"])
+def test_a_wrong_file_is_one_error(content, tmp_path):
+    (tmp_path / "mine.yaml").write_text(content)
+    with pytest.raises(ValueError):
+        read_config("embedded", "mine.yaml", 0)
+
+
+# ---- opened
+
+
+def test_opening_computes_nothing_and_makes_a_folder(images, tmp_path, process):
+    with stages_run() as built:
+        made = open_experiment("run_cv", False, **images, threads=1)
+    assert built == []
+    assert process == ["faster"]
+    assert torch.get_num_threads() == 1
+    [folder] = (tmp_path / "results").iterdir()
+    assert folder.name == f"run_cv-tiny-{Path(images['data']).name}-0"
+    assert list(folder.iterdir()) == []
+    assert made.folder.resolve() == folder
+    assert (made.methods, made.processes, list(made.clients)) == ((), 1, ["a", "b", "c"])
+
+
+@pytest.mark.parametrize(
+    "more, name",
+    [
+        (dict(random_state=3), "3"),
+        (dict(random_state=3, quick=60), "3-quick60"),
+        (dict(settings=f"{SETTINGS}, random_state=4"), "4"),
+    ],
+    ids=str,
+)
+def test_folder_is_named_after_model_data_and_random_state(more, name, images, tmp_path):
+    made = open_experiment("tables", False, **images | more)
+    assert made.folder == Path("results", f"tables-tiny-{Path(images['data']).name}-{name}")
+    assert list(made.folder.iterdir()) == []
+    open_experiment("tables", False, **images | more, out="mine")
+    assert {path.name for path in tmp_path.iterdir()} == {"results", "mine"}
+
+
+def test_no_clients_means_all_domains_but_the_pool(images, texts):
+    found = open_experiment("run_cv", False, **images | dict(clients=""), out="out")
+    assert list(found.clients) == ["a", "b", "c"]
+    found = open_experiment("run_nlp", True, **texts | dict(clients=""), out="out")
+    assert list(found.clients) == ["animals", "colours"]
+
+
+def test_a_seed_of_ones_own_has_the_embedded_preset_and_a_named_one_the_papers(images, monkeypatch):
+    assert open_experiment("x", False, **images, out="out").config.router.form == "moments"
+    opened = []
+    monkeypatch.setattr(Source, "seed", lambda source: opened.append(source) or 1 / 0)
+    for backbone, data in (("ViT-B/16", "paper"), ("embedded", "embedded")):
+        with pytest.raises(ZeroDivisionError):
+            open_experiment("x", False, backbone=backbone, data=None)
+        assert opened[-1] == Source(backbone, data=data)
+
+
+def test_samples_are_limited_in_a_quick_try_and_by_reading(texts, images):
+    found = open_experiment("run_nlp", True, **texts, out="out").sizes()
+    assert found.loc["colours", ["train", "validation", "test"]].tolist() == [20, 9, 10]
+    assert found.loc["sayings", ["role", "train"]].tolist() == ["public pool", 90]
+    quick = open_experiment("run_cv", False, **images | dict(quick=40), out="out").sizes()
+    assert quick.index.tolist() == ["pool", "a", "b", "c"]
+    assert quick["train"].tolist() == [40, 30, 24, 32]
+    assert quick["classes"].tolist() == [6, 3, 2, 4]
+
+
+# ---- what is wrong, before anything is written or computed
+
+IMAGES = {
+    "unknown backbone": (
+        dict(backbone="ViT-B/17"),
+        ValueError,
+        "backbone 'ViT-B/17' is neither 'embedded'",
+    ),
+    "weights that are not there": (
+        dict(backbone="ViT-B/16", weights="no.pt"),
+        FileNotFoundError,
+        "'no.pt' is neither",
+    ),
+    "weights for a saved seed": (dict(weights="openai"), ValueError, "has its own weights"),
+    "no such client": (
+        dict(clients="a,nope"),
+        FileNotFoundError,
+        "'nope' is not a domain there.*a, b, c, pool",
+    ),
+    "no such pool": (
+        dict(pool="imagenet"),
+        FileNotFoundError,
+        "'imagenet' is not a domain there.*a, b, c, pool",
+    ),
+    "one client twice": (dict(clients="a,b,a"), ValueError, "used twice"),
+    "pool as client": (dict(clients="a,pool"), ValueError, "used twice"),
+    "client called seed": (dict(clients="seed=a,b"), ValueError, "a client is called 'seed'"),
+    "no such folder": (
+        dict(data="no/such/folder"),
+        FileNotFoundError,
+        "'no/such/folder' does not exist",
+    ),
+    "candidates larger than a quick try": (
+        dict(quick=39),
+        ValueError,
+        "candidates is 40, but the pool has 39 samples",
+    ),
+    "negative quick": (dict(quick=-1), ValueError, "quick is -1, but must be a number of samples"),
+    "unknown preset": (dict(preset="embeded"), ValueError, "preset is 'embeded', but must be one"),
+    "unknown method": (dict(methods="fedavg"), ValueError, "no method 'fedavg'; there are"),
+    "unknown engine": (dict(engine="cluster"), ValueError, "engine is 'cluster', but must be"),
+}
+FIELDS = {
+    "proxies.candidates=91": "candidates is 91, but the pool has 90",
+    "proxies.number=41": r"m = 41.*cannot exceed candidates.*n = 40",
+    "proxies.number=1": "number is 1, but diversity needs at least 2",
+    "proxies.selection=best": "selection is 'best', but must be one of",
+    "relevance.method=svm": "method is 'svm', but must be one of",
+    "expert.optimizer=adam": "'adam' is neither 'sgd' nor 'adamw'",
+    "expert.rank=0": "rank is 0, but must be positive",
+    "expert.epochs=-1": "epochs is -1",
+    "expert.batch_size=0": "batch_size is 0",
+    "expert.epochs=many": "expert.epochs is 'many'",
+    "expert.proxies=maybe": "expert.proxies is 'maybe'",
+    "router.form=zero": "'zero' is none of mean, logistic, .*ran",
+    "router.top_k=9": "top_k is 9, but must be 1 to 3",
+    "router.top_k=0": "top_k is 0",
+    "router.top_k=1.5": "top_k is 1.5",
+    "router.lam=1.5": "lam .* is 1.5",
+    "router.lam=-0.5": "lam .* is -0.5",
+    "reading.scoring=letter": "only for language models",
+}
+WORDS = {
+    "expert of nobody": (dict(methods="btm,expert:birds"), ValueError, "no method 'expert:birds'"),
+    "missing client": (
+        dict(clients="colours,birds"),
+        FileNotFoundError,
+        "'birds' is not a domain.*animals, colours",
+    ),
+    "missing pool": (dict(pool="proverbs"), FileNotFoundError, "'proverbs' is not a domain there"),
+    "no pool": (dict(pool=""), ValueError, "name a pool and at least one client"),
+    "pool as a client": (
+        dict(clients="colours,words=sayings"),
+        ValueError,
+        "client words has no questions with",
+    ),
+    "image model": (
+        dict(backbone="embedded", settings="reading.dtype=bfloat16"),
+        ValueError,
+        "only for language models, but embedded is none",
+    ),
+    "backbone": (
+        dict(backbone="smolm2"),
+        ValueError,
+        "'smolm2' is neither .* a language model on the Hugging",
+    ),
+    "folder without a model": (dict(backbone="."), ValueError, "nor a folder with .* config.json"),
+    "file": (dict(backbone="no.gguf"), FileNotFoundError, "there is no file no.gguf"),
+    "absent model": (
+        dict(backbone="nobody/nothing"),
+        ConnectionError,
+        "language model nobody/nothing.*HF_HUB_OFFLINE",
+    ),
+    "absent data": (
+        dict(data="paper-texts", clients="", pool=""),
+        (ConnectionError, FileNotFoundError),
+        "alpaca",
+    ),
+}
+WORD_FIELDS = {
+    "reading.dtype=float16": "dtype is 'float16', but must be float32 or bfloat16",
+    "reading.scoring=guess": "scoring 'guess' is neither 'letter' nor 'text'",
+    "reading.loss_on=prompt": "loss_on 'prompt' is neither 'answer' nor 'all'",
+    "reading.max_length=0": "max_length is 0, but must be at least 2",
+    "reading.train=0": "train is 0, but must be at least 1",
+    "router.context=suffix": "context 'suffix' is none of sequence, prefix, prompt",
+    "router.context=prefix, router.form=moments": "needs the whole sequence",
+    "router.top_k=9": "top_k is 9, but must be 1 to 3",
+}
+
+
+@pytest.fixture
+def refuse(tmp_path, monkeypatch):
+    "A function that opens an experiment which is to be refused, without network."
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *args, **kwargs: None)
+    for kind in (ImageSeed, DecoderSeed):
+        monkeypatch.setattr(kind, "embed", lambda *args: pytest.fail("this was not to be done"))
+
+    def refuse(notebook, given, error, said):
+        before = list(tmp_path.iterdir())
+        with stages_run() as built, pytest.raises(error, match=said) as caught:
+            open_experiment(notebook, notebook == "run_nlp", **dict(out="out") | given)
+        assert built == []
+        assert list(tmp_path.iterdir()) == before
+        assert len(str(caught.value)) < 1200
+        return caught.value
+
+    return refuse
+
+
+@pytest.mark.parametrize("what", IMAGES)
+def test_wrong_parameter_is_one_error_before_anything_is_done(what, images, refuse):
+    changes, error, said = IMAGES[what]
+    refuse("run_cv", images | changes, error, said)
+
+
+@pytest.mark.parametrize("text", FIELDS)
+def test_wrong_setting_is_one_error_before_anything_is_done(text, images, refuse):
+    given = images | dict(settings=f"{SETTINGS}, {text}")
+    refuse("run_cv", given, ValueError, FIELDS[text])
+
+
+@pytest.mark.parametrize("what", WORDS)
+def test_wrong_parameter_for_texts_is_one_error_before_anything_is_done(what, texts, refuse):
+    changes, error, said = WORDS[what]
+    refuse("run_nlp", texts | changes, error, said)
+
+
+@pytest.mark.parametrize("text", WORD_FIELDS)
+def test_wrong_setting_for_texts_is_one_error_before_anything_is_done(text, texts, refuse):
+    given = texts | dict(settings=f"{TEXTS}, {SETTINGS}, {text}")
+    refuse("run_nlp", given, ValueError, WORD_FIELDS[text])
+
+
+def test_wrong_setting_of_a_method_to_compare_with_is_said_too(images, refuse):
+    "Experts of proxies alone are fine, but one that stands for itself has no proxies."
+    given = images | dict(settings=f"{SETTINGS}, expert.private=false")
+    open_experiment("run_cv", False, **given, out="fine")
+    given |= dict(methods="zeroshot, experts")
+    refuse("run_cv", given, ValueError, "experts have nothing to train on")
+
+
+def test_texts_are_for_one_notebook_and_images_for_the_other(images, texts, refuse):
+    said = "holds no texts; run_cv.ipynb is for what it holds, run_nlp.ipynb is not"
+    refuse("run_nlp", images, ValueError, said)
+    said = "holds no images; run_nlp.ipynb is for what it holds, run_cv.ipynb is not"
+    refuse("run_cv", texts, ValueError, said)
+
+
+@pytest.mark.parametrize("backbone", ["ViT-B/16", "ViT-B/32"])
+def test_papers_backbone_offline_is_one_error_that_names_three_ways_on(
+    backbone, refuse, monkeypatch
+):
+    "And it comes before the data are asked for, which are a long download."
+    monkeypatch.setenv("HF_HOME", "nowhere")  # no cache either
+    given = dict(backbone=backbone, data=None)
+    told = refuse("run_cv", given, ConnectionError, "HF_HUB_OFFLINE")
+    name = backbone.replace("/", "-")
+    ways = "(1)", "network", "(2)", "-p weights FILE", "(3)", "embedded"
+    for part in (f"weights of {name}: not in the local cache", *ways):
+        assert part in str(told)
+    assert told.__cause__ is None
+
+
+# ---- what is measured
+
+
+@pytest.fixture(scope="module")
+def measured(images, tmp_path_factory):
+    "A finished experiment, what it built, and its results."
+    folder = tmp_path_factory.mktemp("experiment")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "faster_cpu", lambda: None)
+        given = images | dict(methods="btm, experts", out=str(folder))
+        made = open_experiment("run_cv", False, **given)
+    with stages_run() as built:
+        ours = made.measure_own()
+        own = {name: made.measure_own(name) for name in made.clients}
+        others = made.measure_others()
+    return SimpleNamespace(made=made, built=built, ours=ours, own=own, others=others)
+
+
+def test_unified_model_is_measured_as_the_server_keeps_it(measured):
+    made, model = measured.made, measured.made.server.unify()
+    for client in made.benchmark.clients:
+        assert measured.ours[client.name] == measure(model, client.test, client.classes)
+    assert measured.built.count("model") == 1
+    row = run_rows([module.Row("harmomoe", made.config)], made.source, made.folder)
+    assert {k: v["correct"] for k, v in row[0]["accuracy"].items()} == {
+        name: found.correct for name, found in measured.ours.items()
+    }
+    assert row[0]["bytes"] == sum(
+        entry.bytes
+        for bundle in made.server.received.values()
+        for entry in bundle.manifest.files.values()
+    )
+
+
+def test_experts_are_those_of_the_model_and_others_have_their_own(measured):
+    labels = ["btm", "expert:a", "expert:b", "expert:c"]
+    assert list(measured.others) == labels
+    assert [row.label for row in measured.made.rows] == labels
+    assert [row.method for row in measured.made.rows] == ["btm", *["expert"] * 3]
+    # with proxies for the model, and without for the others, which share them
+    assert measured.built.count("expert") == 2 * 3
+    assert {name for name in measured.built if "matching" in name} == {
+        f"matching experts-{name}" for name in "abc"
+    }
+
+
+def test_opened_again_it_computes_nothing(measured, images, tmp_path):
+    out = shutil.copytree(measured.made.folder, tmp_path / "out")
+    made = open_experiment("run_cv", False, **images | dict(methods="btm,experts", out=str(out)))
+    with stages_run() as built:
+        assert made.measure_own() == measured.ours
+        assert made.measure_others() == measured.others
+        assert made.server.unify().experts == ["a", "b", "c"]
+    assert built == []
+
+
+def test_server_has_the_bundles_of_these_clients_and_of_nobody_else(measured, images, tmp_path):
+    "Not of a client of an earlier run in the same folder."
+    out = shutil.copytree(measured.made.folder, tmp_path / "out")
+    made = open_experiment("run_cv", False, **images | dict(clients="c,a", out=str(out)))
+    with stages_run() as built:
+        assert list(made.server.received) == ["c", "a"]
+        assert made.server.unify().experts == ["c", "a"]
+    assert built == ["model"]
+
+
+def test_other_systems_run_in_as_many_processes_as_the_engine_says(images, monkeypatch):
+    asked = []
+    monkeypatch.setattr(module, "run_rows", lambda *given: asked.append(given) or [])
+    given = images | dict(methods="zeroshot", engine="processes:3", out="out")
+    made = open_experiment("run_cv", False, **given)
+    assert made.measure_others() == {}
+    assert asked == [(made.rows, made.source, made.folder, 3)]
+
+
+def test_papers_numbers_are_shown_for_its_seed_on_its_data_only():
+    def published(name, data):
+        made = Experiment(Source(data=data), preset("paper"), "")
+        vars(made)["public"] = SimpleNamespace(seed=SimpleNamespace(name=name))
+        return made.published
+
+    for data in ("paper", "paper:folder"):
+        shown = published("ViT-B-32-quickgelu", data)
+        assert shown.T.to_dict() == PAPER_ACCURACY["ViT-B-32"]
+        assert shown.index.name == "method"
+    assert published("ViT-B-32", "folder") is None
+    assert published("tiny", "paper") is None

@@ -1,0 +1,66 @@
+"From one accuracy for each random state to means, intervals and differences."
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from harmomoe.bench.intervals import half_width, percentages, with_intervals
+
+
+def result(*correct):
+    return dict(accuracy={name: dict(correct=c, n=20) for name, c in zip("xy", correct)}, bytes=0)
+
+
+RESULTS = dict(second=[result(10, 20), result(12, 16), result(11, 18)], first=[result(8, 8)] * 3)
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0], [50.0, 50.0, 50.0], [61.2, 64.9, 60.1, 63.0]])
+def test_half_width_is_students(values):
+    low = high = 0
+    if np.ptp(values):
+        low, high = stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
+    assert half_width(np.array(values)) == pytest.approx((high - low) / 2)
+
+
+def test_a_single_value_has_no_half_width():
+    assert np.isnan(half_width([3.0]))
+
+
+def test_percentages_have_a_line_for_each_method_and_random_state():
+    table = percentages(RESULTS)
+    lines = [(label, state) for label in ("second", "first") for state in range(3)]
+    assert table.index.tolist() == lines
+    assert table.index.names == ["method", "random_state"]
+    assert table.columns.tolist() == ["x", "y", "average"]
+    assert table.loc[("second", 1)].tolist() == [60, 80, 70]
+    assert (table.loc["first"] == 40).all(axis=None)
+
+
+@pytest.mark.filterwarnings("error")
+def test_intervals_are_means_and_half_widths_and_differences_are_taken_state_by_state():
+    shown = with_intervals(percentages(RESULTS), "first", 2)
+    assert shown.index.tolist() == ["second", "first"]
+    assert shown.columns.tolist() == ["x", "y", "average", "against first"]
+    t = 4.302653  # Student's t, two degrees of freedom, 97.5 %
+    assert shown.loc["second", "x"] == f"55.00 ± {t * 5 / 3**0.5:.2f}"
+    assert shown.loc["first", "y"] == "40.00 ± 0.00"
+    averages = np.array([75, 70, 72.5])
+    half = t * averages.std(ddof=1) / 3**0.5
+    wanted = [f"{averages.mean():.2f} ± {half:.2f}", f"+32.50 ± {half:.2f}"]
+    assert shown.loc["second"].tolist()[2:] == wanted
+    assert shown.loc["first", "against first"] == ""
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_random_state_has_means_alone():
+    single = with_intervals(percentages({"one": [result(1, 2)]}))
+    assert isinstance(single, pd.DataFrame)
+    assert single.loc["one"].tolist() == ["5.0", "10.0", "7.5"]
+
+
+def test_of_two_that_vary_alike_the_difference_is_known_better_than_either():
+    rows = dict(low=[result(8, 8), result(16, 16)], high=[result(9, 9), result(17, 17)])
+    shown = with_intervals(percentages(rows), "low")
+    assert shown.loc["high", "against low"] == "+5.0 ± 0.0"
+    assert float(shown.loc["high", "average"].split("± ")[1]) > 100
