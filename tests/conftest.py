@@ -1,6 +1,7 @@
 """A seed and a benchmark so small that the whole method runs on them in seconds.
 
-The fixtures import what they need themselves, so that a test file that uses none of them starts at once."""
+The fixtures import what they need themselves, so that a test file that uses none of them starts at
+once."""
 
 import io
 import os
@@ -9,24 +10,38 @@ from types import SimpleNamespace
 
 import pytest
 
-if "PYTEST_XDIST_WORKER" in os.environ: os.environ.setdefault("OMP_NUM_THREADS", "1") # each worker has one core
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each worker has one core
 
-HUES = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (40, 70, 220), "yellow": (230, 210, 40),
-        "purple": (150, 50, 190), "cyan": (40, 200, 210)}
+HUES = {
+    "red": (220, 40, 40),
+    "green": (40, 180, 60),
+    "blue": (40, 70, 220),
+    "yellow": (230, 210, 40),
+    "purple": (150, 50, 190),
+    "cyan": (40, 200, 210),
+}
 # domain -> (pattern, hues, images of train, val and test)
-DOMAINS = {"pool": ("disc", tuple(HUES), (90, 12, 12)),
-           "a": ("stripes", ("red", "green", "blue"), (30, 6, 12)),
-           "b": ("checks", ("yellow", "purple"), (24, 4, 8)),
-           "c": ("cross", ("red", "yellow", "cyan", "purple"), (32, 8, 12))}
+DOMAINS = {
+    "pool": ("disc", tuple(HUES), (90, 12, 12)),
+    "a": ("stripes", ("red", "green", "blue"), (30, 6, 12)),
+    "b": ("checks", ("yellow", "purple"), (24, 4, 8)),
+    "c": ("cross", ("red", "yellow", "cyan", "purple"), (32, 8, 12)),
+}
 
 
 def _picture(pattern, colour, rng):
     "One 16 x 16 picture of a coloured pattern, at a random place, with noise."
     import numpy as np
     from PIL import Image
+
     y, x = np.mgrid[:16, :16] + rng.integers(0, 4, 2)[:, None, None]
-    on = dict(disc=(x - 9) ** 2 + (y - 9) ** 2 < 30, stripes=x % 4 < 2, checks=(x // 3 + y // 3) % 2 == 0,
-              cross=(abs(x - 9) < 3) | (abs(y - 9) < 3))[pattern]
+    on = dict(
+        disc=(x - 9) ** 2 + (y - 9) ** 2 < 30,
+        stripes=x % 4 < 2,
+        checks=(x // 3 + y // 3) % 2 == 0,
+        cross=(abs(x - 9) < 3) | (abs(y - 9) < 3),
+    )[pattern]
     pixels = np.where(on[..., None], colour, 110) + rng.normal(0, 25, (16, 16, 3))
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
@@ -38,16 +53,24 @@ def _png(image):
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
-    "Parquet files as `load_benchmark` reads them: pool `pool`, clients `a`, `b`, `c`; class names with underscores."
+    """Parquet files as `load_benchmark` reads them: pool `pool`, clients `a`, `b`, `c`; class
+    names with underscores."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
+
     folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     for name, (pattern, hues, sizes) in DOMAINS.items():
         for split, size in zip(("train", "val", "test"), sizes):
             labels = [i % len(hues) for i in range(size)]
-            rows = [dict(image=dict(bytes=_png(_picture(pattern, HUES[hues[i]], rng)), path=None), label=i,
-                         class_name=f"{hues[i]}_{pattern}") for i in labels]
+            rows = [
+                dict(
+                    image=dict(bytes=_png(_picture(pattern, HUES[hues[i]], rng)), path=None),
+                    label=i,
+                    class_name=f"{hues[i]}_{pattern}",
+                )
+                for i in labels
+            ]
             pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}_{split}.parquet")
     return folder
 
@@ -55,15 +78,19 @@ def tiny_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_benchmark(tiny_folder):
     "The same as a `Benchmark` in memory."
-    from harmomoe.domains import load_benchmark
+    from harmomoe.data.domains import load_benchmark
+
     return load_benchmark(tiny_folder, "a,b,c", "pool")
 
 
 @pytest.fixture(scope="session")
 def tiny_config():
     "open_clip's `model_cfg` of the tiny seed."
-    return dict(embed_dim=32, vision_cfg=dict(image_size=16, layers=2, width=64, patch_size=8),
-                text_cfg=dict(context_length=12, vocab_size=512 + 100 + 2, width=64, heads=1, layers=2))
+    return dict(
+        embed_dim=32,
+        vision_cfg=dict(image_size=16, layers=2, width=64, patch_size=8),
+        text_cfg=dict(context_length=12, vocab_size=512 + 100 + 2, width=64, heads=1, layers=2),
+    )
 
 
 @pytest.fixture(scope="session")
@@ -72,9 +99,10 @@ def tiny_vocabulary(tmp_path_factory):
     import gzip
 
     from open_clip.tokenizer import default_bpe
+
     path = tmp_path_factory.mktemp("vocabulary") / "bpe.txt.gz"
     with gzip.open(default_bpe(), "rt", encoding="utf-8") as lines:
-        text = "".join(line for line, _ in zip(lines, range(101)))     # a heading, and the merges
+        text = "".join(line for line, _ in zip(lines, range(101)))  # a heading, and the merges
     path.write_bytes(gzip.compress(text.rstrip("\n").encode(), mtime=0))
     return path
 
@@ -86,14 +114,25 @@ def tiny_seed(tiny_config, tiny_vocabulary):
     import torch
     from open_clip.tokenizer import SimpleTokenizer
 
-    from harmomoe.core import seeded
-    from harmomoe.seed import ImageSeed
+    from harmomoe.base.process import seeded
+    from harmomoe.models.clip import ImageSeed
+
     torch.set_num_threads(1)  # a second thread only slows so small a model down
-    with seeded(0): clip = open_clip.CLIP(**tiny_config)
-    clip.visual.preprocess_cfg = dict(size=(16, 16), mode="RGB", mean=(.5, .5, .5), std=(.25, .25, .25),
-                                      interpolation="bilinear", resize_mode="shortest", fill_color=0)
+    with seeded(0):
+        clip = open_clip.CLIP(**tiny_config)
+    clip.visual.preprocess_cfg = dict(
+        size=(16, 16),
+        mode="RGB",
+        mean=(0.5, 0.5, 0.5),
+        std=(0.25, 0.25, 0.25),
+        interpolation="bilinear",
+        resize_mode="shortest",
+        fill_color=0,
+    )
     tokenizer = SimpleTokenizer(str(tiny_vocabulary), context_length=12)
-    return ImageSeed(clip, tokenizer, tiny_config, "tiny", "a picture of a {}", vocabulary=tiny_vocabulary)
+    return ImageSeed(
+        clip, tokenizer, tiny_config, "tiny", "a picture of a {}", vocabulary=tiny_vocabulary
+    )
 
 
 @pytest.fixture(scope="session")
@@ -108,52 +147,63 @@ def tiny_seed_folder(tiny_seed, tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_settings():
     "A Config that takes a second for each client."
-    from harmomoe.experts import Training
-    from harmomoe.unify import Config
-    small = Training(epochs=2, batch_size=16, learning_rate=3e-3, optimizer="adamw", weight_decay=0.)
-    return Config(candidates=40, proxies=12, rank=4, alpha=8, expert=small, finetune=small, public_samples=40)
+    from harmomoe.config.settings import Config, ExpertSettings, ProxySettings, RoutingSettings
+    from harmomoe.models.training import Training
+
+    how = dict(epochs=2, batch_size=16, learning_rate=3e-3, optimizer="adamw", weight_decay=0.0)
+    return Config(
+        proxies=ProxySettings(candidates=40, number=12),
+        expert=ExpertSettings(rank=4, alpha=8, **how),
+        routing=RoutingSettings(40),
+        finetune=Training(**how),
+    )
 
 
 @pytest.fixture(scope="session")
-def tiny_embeddings(tiny_seed, tiny_benchmark):
-    "The tiny pool, embedded."
-    return tiny_seed.embed(tiny_benchmark.pool.train).numpy()
+def tiny_public(tiny_seed, tiny_benchmark, tiny_settings, tmp_path_factory):
+    "What everybody has; tests with other settings call `tiny_public.with_config`."
+    from harmomoe.describe.public import Public
+
+    return Public(tiny_seed, tiny_benchmark.pool, tiny_settings, tmp_path_factory.mktemp("public"))
 
 
 @pytest.fixture(scope="session")
-def tiny_clients(tiny_seed, tiny_benchmark, tiny_embeddings, tiny_settings, tmp_path_factory):
-    "Folder with the work of all three clients: `a`, `b` and `c`, each with its stages and `bundle`."
-    from harmomoe.unify import run_client
+def tiny_clients(tiny_public, tiny_benchmark, tmp_path_factory):
+    """Folder with the work of all three clients: `a`, `b` and `c`, each with its artefacts and
+    `bundle`."""
+    from harmomoe.client.client import Client
+
     folder = tmp_path_factory.mktemp("clients")
-    for client in tiny_benchmark.clients:
-        run_client(client, tiny_seed, tiny_benchmark.pool, tiny_embeddings, tiny_settings, folder / client.name)
+    for domain in tiny_benchmark.clients:
+        Client(tiny_public, domain, folder / domain.name).bundle()
     return folder
 
 
 @pytest.fixture(scope="session")
-def tiny_bundles(tiny_clients, tiny_seed, tiny_benchmark):
+def tiny_bundles(tiny_clients, tiny_public):
     "What the three clients sent, read by the server."
-    from harmomoe.bundle import read_bundle
-    from harmomoe.domains import fingerprint
-    pool = fingerprint(tiny_benchmark.pool.train)
-    return [read_bundle(tiny_clients / name / "bundle", tiny_seed, pool) for name in "abc"]
+    from harmomoe.bundle.files import read_bundle
+
+    return [read_bundle(tiny_clients / name / "bundle", tiny_public) for name in "abc"]
 
 
 def _bundles_of(form):
-    "A fixture: what the three clients send, of the same experts, when the routing vectors are to have this form."
-    @pytest.fixture(scope="session", name=f"tiny_{form}")
-    def bundles(tiny_clients, tiny_seed, tiny_benchmark, tiny_embeddings, tiny_settings, tmp_path_factory):
-        import shutil
-        from dataclasses import replace
+    """A fixture: what the three clients send, of the same experts, when the routing vectors are
+    to have this form."""
 
-        from harmomoe.bundle import read_bundle
-        from harmomoe.moe import RouterSettings
-        from harmomoe.unify import run_client
+    @pytest.fixture(scope="session", name=f"tiny_{form}")
+    def bundles(tiny_clients, tiny_public, tiny_benchmark, tmp_path_factory):
+        import shutil
+
+        from harmomoe.bundle.files import read_bundle
+        from harmomoe.client.client import Client
+        from harmomoe.config.settings import changed
+
         folder = shutil.copytree(tiny_clients, tmp_path_factory.mktemp(form) / "clients")
-        settings = replace(tiny_settings, router=RouterSettings(initial=form))
-        sent = [run_client(client, tiny_seed, tiny_benchmark.pool, tiny_embeddings, settings, folder / client.name)
-                for client in tiny_benchmark.clients]
-        return [read_bundle(bundle, tiny_seed) for bundle in sent]
+        public = tiny_public.with_config(changed(tiny_public.config, {"router.form": form}))
+        clients = [Client(public, d, folder / d.name) for d in tiny_benchmark.clients]
+        return [read_bundle(client.bundle(), public) for client in clients]
+
     return bundles
 
 
@@ -161,57 +211,72 @@ tiny_logistic, tiny_moments = _bundles_of("logistic"), _bundles_of("moments")
 
 
 @pytest.fixture(scope="session")
-def tiny(tiny_seed, tiny_benchmark, tiny_embeddings, tiny_settings, tiny_clients, tiny_bundles, tiny_logistic,
-         tiny_moments):
-    "All of the above in one: `tiny.seed`, `tiny.pool`, `tiny.a` and so on; `tiny.sent` has the bundles of each form."
-    pool, clients = tiny_benchmark.pool, tiny_benchmark.clients
-    return SimpleNamespace(seed=tiny_seed, pool=pool, clients=clients, **{client.name: client for client in clients},
-                           embeddings=tiny_embeddings, settings=tiny_settings, work=tiny_clients, bundles=tiny_bundles,
-                           logistic=tiny_logistic, moments=tiny_moments,
-                           sent=dict(mean=tiny_bundles, logistic=tiny_logistic, moments=tiny_moments))
+def tiny(tiny_public, tiny_benchmark, tiny_clients, tiny_bundles, tiny_logistic, tiny_moments):
+    """All of the above in one: `tiny.seed`, `tiny.pool`, `tiny.a` and so on; `tiny.sent` has the
+    bundles of each form."""
+    return SimpleNamespace(
+        public=tiny_public,
+        seed=tiny_public.seed,
+        pool=tiny_public.pool,
+        settings=tiny_public.config,
+        embeddings=tiny_public.embeddings,
+        clients=tiny_benchmark.clients,
+        **{domain.name: domain for domain in tiny_benchmark.clients},
+        work=tiny_clients,
+        bundles=tiny_bundles,
+        logistic=tiny_logistic,
+        moments=tiny_moments,
+        sent=dict(mean=tiny_bundles, logistic=tiny_logistic, moments=tiny_moments),
+    )
 
 
 @pytest.fixture
 def client(tiny, tmp_path):
-    "A function (settings, ...) that runs client a again, in a copy of its finished folder, `tmp_path / 'a'`."
+    """A function (changes, as for `changed`; train) that runs client a again, in a copy of its
+    finished folder, `tmp_path / 'a'`, and returns its bundle."""
     import shutil
     from dataclasses import replace
 
-    from harmomoe.unify import run_client
+    from harmomoe.client.client import Client
+    from harmomoe.config.settings import changed
+
     shutil.copytree(tiny.work / "a", tmp_path / "a")
 
-    def run(train=None, **changes):
+    def run(changes={}, train=None):
         domain = tiny.a if train is None else replace(tiny.a, train=train)
-        settings = replace(tiny.settings, **changes)
-        return run_client(domain, tiny.seed, tiny.pool, tiny.embeddings, settings, tmp_path / "a")
+        public = tiny.public.with_config(changed(tiny.settings, changes))
+        return Client(public, domain, tmp_path / "a").bundle()
+
     return run
 
 
 @pytest.fixture(scope="session")
-def tiny_public(tiny):
-    "form -> the routing vectors of the seed's own FFN."
-    from harmomoe.routing import FORMS, public_routing
-    return {form: public_routing(form, tiny.seed, tiny.pool.train) for form in FORMS}
+def merge_with(tiny):
+    """A function (fields of `RouterSettings`) -> the three bundles of the form that the settings
+    ask for, or `bundles`, in one model that is not fine-tuned."""
+    from dataclasses import replace
 
+    from harmomoe.moe.router import RouterSettings
+    from harmomoe.server.merge import merge
 
-@pytest.fixture
-def unite_with(tiny, tiny_public):
-    "A function (settings) -> the three bundles of the form that the settings ask for in one model, not fine-tuned."
-    from harmomoe.moe import RouterSettings, unite
-
-    def build(bundles=None, rng=0, **settings):
+    def build(bundles=None, random_state=0, **settings):
         settings = RouterSettings(**settings)
-        if bundles is None: bundles = tiny.sent[settings.form]
-        return unite(tiny.seed, bundles, tiny_public[settings.form], settings, rng)
+        if bundles is None:
+            bundles = tiny.sent[settings.sent_form]
+        public = tiny.public.with_config(replace(tiny.settings, random_state=random_state))
+        return merge(bundles, public, settings)
+
     return build
 
 
 @pytest.fixture(scope="session")
 def run_cells():
-    """A function (notebook, parameters) that runs a notebook's code cells here, as papermill would in a kernel.
+    """A function (notebook, parameters) that runs a notebook's code cells here, as papermill
+    would in a kernel.
 
-    Papermill itself injects the parameters. Being in this process, a test can replace what the notebook calls; what
-    `faster_cpu` changed there is changed back, so that other tests in this process get the same numbers as before."""
+    Papermill itself injects the parameters. Being in this process, a test can replace what the
+    notebook calls; what `faster_cpu` changed there is changed back, so that other tests in this
+    process get the same numbers as before."""
     import matplotlib
     import torch
     from papermill.iorw import load_notebook_node
@@ -219,28 +284,37 @@ def run_cells():
 
     def run(notebook: Path, parameters: dict) -> dict:
         matplotlib.use("agg")
-        precision, flash = torch.get_float32_matmul_precision(), torch.backends.cuda.flash_sdp_enabled()
+        precision, flash = (
+            torch.get_float32_matmul_precision(),
+            torch.backends.cuda.flash_sdp_enabled(),
+        )
         cells = parameterize_notebook(load_notebook_node(str(notebook)), parameters).cells
         space = {"__name__": "__main__", "In": [""]}
         try:
             for cell in cells:
-                if cell.cell_type != "code": continue
+                if cell.cell_type != "code":
+                    continue
                 space["In"].append(cell.source)
                 exec(compile(cell.source, str(notebook), "exec"), space)
         finally:
             torch.set_float32_matmul_precision(precision)
             torch.backends.cuda.enable_flash_sdp(flash)
         return space
+
     return run
 
 
 # ---- the same for text
 
-COLOURS, ANIMALS = "red blue green black white pink grey brown".split(), "dog cat cow hen pig fox owl bee".split()
+COLOURS, ANIMALS = (
+    "red blue green black white pink grey brown".split(),
+    "dog cat cow hen pig fox owl bee".split(),
+)
 
 
 def _question(words, count, number, rng):
-    "A question with `count` choices of which one is named in the question; the prompt's length varies."
+    """A question with `count` choices of which one is named in the question; the prompt's length
+    varies."""
     right, place = rng.choice(words), rng.randrange(count)
     choices = rng.sample([word for word in words if word != right], count - 1)
     choices.insert(place, right)
@@ -250,13 +324,14 @@ def _question(words, count, number, rng):
 
 @pytest.fixture(scope="session")
 def tiny_texts(tmp_path_factory):
-    """Files as `load_benchmark` reads them: pool `sayings` of 90 instructions, clients `colours` with 3 choices, in
-    parquet, and `animals` with 4, in JSON lines. No two rows are alike."""
+    """Files as `load_benchmark` reads them: pool `sayings` of 90 instructions, clients `colours`
+    with 3 choices, in parquet, and `animals` with 4, in JSON lines. No two rows are alike."""
     import json
     import random
 
     import pyarrow as pa
     import pyarrow.parquet as pq
+
     folder, rng = tmp_path_factory.mktemp("texts"), random.Random(0)
     numbers = iter(range(1000))
     for split, size in (("train", 32), ("val", 9), ("test", 12)):
@@ -269,22 +344,28 @@ def tiny_texts(tmp_path_factory):
     for number in range(90):
         one, two, three = rng.choices(COLOURS + ANIMALS, k=3)
         context, said = "Use few words." if number % 3 else "", f"{three} " * (1 + number % 5)
-        sayings.append(dict(instruction=f"Say {one} and {two} {number}.", input=context, output=said))
+        sayings.append(
+            dict(instruction=f"Say {one} and {two} {number}.", input=context, output=said)
+        )
     (folder / "sayings.json").write_text(json.dumps(sayings))
     return folder
 
 
 @pytest.fixture(scope="session")
 def tiny_decoder(tiny_texts, tmp_path_factory):
-    "Folder of an untrained Llama of two layers with its tokenizer, called `tiny`, as `DecoderSeed.save` writes it."
+    """Folder of an untrained Llama of two layers with its tokenizer, called `tiny`, as
+    `DecoderSeed.save` writes it."""
     import torch
 
-    from harmomoe.decoder import untrained_decoder
-    from harmomoe.domains import load_benchmark
+    from harmomoe.data.domains import load_benchmark
+    from harmomoe.models.decoder import untrained_decoder
+
     torch.set_num_threads(1)
     benchmark = load_benchmark(tiny_texts, "colours,animals", "sayings")
     texts = [domain.train for domain in (benchmark.pool, *benchmark.clients)]
-    seed = untrained_decoder(texts, initializer_range=.2)      # so that scores and experts differ visibly
+    seed = untrained_decoder(
+        texts, initializer_range=0.2
+    )  # so that scores and experts differ visibly
     seed.name, folder = "tiny", tmp_path_factory.mktemp("decoders") / "tiny"
     folder.mkdir()
     seed.save(folder)

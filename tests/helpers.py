@@ -1,5 +1,6 @@
 "What several test files use to look into a client's folder."
-from harmomoe.core import MANIFEST
+
+from harmomoe.base.artefacts import MANIFEST
 
 
 def kept(folder, kind):
@@ -8,6 +9,10 @@ def kept(folder, kind):
 
 
 def stamps(folder):
-    "When each artefact below a folder was written; without bundles, which are written anew from the same files."
-    return {path.parent.relative_to(folder).as_posix(): path.stat().st_mtime_ns for path in folder.rglob(MANIFEST)
-            if path.parent.name != "bundle"}
+    """When each artefact below a folder was written; without bundles, which are written anew
+    from the same files."""
+    return {
+        path.parent.relative_to(folder).as_posix(): path.stat().st_mtime_ns
+        for path in folder.rglob(MANIFEST)
+        if path.parent.name != "bundle"
+    }
