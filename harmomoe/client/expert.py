@@ -66,6 +66,8 @@ def save_expert(
     """Write an expert on the client's own disk, as `adapter/`. Raises `FloatingPointError` if a
     number is not finite."""
     check_finite(dict(expert.named_parameters()), "the expert")
+    for config in expert.peft_config.values():
+        config.target_modules = sorted(config.target_modules)  # a set's order differs by process
     # its embeddings did not change, and peft need not look for them on the hub
     expert.save_pretrained(Path(folder, ADAPTER), save_embedding_layers=False)
     Path(folder, ADAPTER, "README.md").unlink(missing_ok=True)  # an empty model card

@@ -407,14 +407,14 @@ def write_adapter(
 ) -> None:
     "Write an expert in PEFT's format."
     rank = len(next(iter(factors.values()))[0])
-    linears = sorted({linear for path, linear in factors})
     config = LoraConfig(
         r=rank,
         lora_alpha=scale * rank,
-        target_modules=linears,
         inference_mode=True,
         base_model_name_or_path=base,
     )
+    # as a list: the order of a set differs by process, and so would the file
+    config.target_modules = sorted({linear for path, linear in factors})
     config.save_pretrained(str(folder))
     tensors = {
         f"base_model.model.{path}.{linear}.lora_{x}.weight": factor.contiguous()

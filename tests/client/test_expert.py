@@ -1,6 +1,7 @@
 """One expert: only FFNs change, the same numbers give the same bytes, and what is stored is what
 was trained."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -127,6 +128,15 @@ def test_same_numbers_give_the_same_bytes_and_another_random_state_others(dropou
             (tmp_path / folder / name).read_bytes() for folder in ("one", "second", "other")
         )
         assert one == second and (one == other) == name.endswith(".json")
+
+
+def test_names_of_linear_maps_stand_in_alphabetical_order(work, tmp_path):
+    "PEFT keeps them in a set, whose order differs from process to process."
+    expert = new_expert(work[0], SHORT)
+    names = ["c_proj", "c_fc"]
+    expert.peft_config["default"].target_modules = names
+    save_expert(tmp_path, expert)
+    assert json.loads((tmp_path / ADAPTER_FILES[0]).read_text())["target_modules"] == names[::-1]
 
 
 def test_dropout_works_in_training_and_only_there(work):

@@ -347,5 +347,5 @@ def test_write_adapter_needs_no_seed(seed, foreign, tmp_path):
     write_adapter(tmp_path, expert.factors, expert.scale, "whatever")
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 8)
-    assert sorted(config["target_modules"]) == sorted(GATED)
+    assert config["target_modules"] == sorted(GATED)  # the same bytes in every process
     assert config["base_model_name_or_path"] == "whatever" and config["inference_mode"]
