@@ -371,8 +371,10 @@ def test_notebook_is_kept_clean(notebook):
     if title["cell_type"] == "code":  # `#| default_exp` may come first
         title = others[0]
     lines = [line for line in "".join(title["source"]).splitlines() if line.strip()]
-    assert len(lines) == 2 and lines[0].startswith("# ") and lines[1].startswith("> "), (
-        "the title cell holds `# title` and `> summary`, and nothing else: nbdev drops the rest"
+    front = [line for line in lines[2:] if not line.startswith("- ")]
+    assert len(lines) > 1 and lines[0][:2] == "# " and lines[1][:2] == "> " and not front, (
+        "the title cell holds `# title`, `> summary` and maybe `- option: value`: nbdev drops the "
+        "rest"
     )
     for cell in [title, *others]:
         assert set(cell["metadata"]) <= {"tags"}

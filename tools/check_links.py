@@ -1,5 +1,5 @@
-"""Check that everything the site points at is there. Run after `nbdev-proc-nbs`:
-`python tools/check_links.py`.
+"""Check that everything the site points at is there. Run after `nbdev-proc-nbs`
+and `python tools/finish_pages.py`: `python tools/check_links.py`.
 
 Looked at: links, images and cross-references of every processed notebook (Markdown cells and
 Markdown or HTML outputs, which include the API links nbdev adds), links of README.md, and the
@@ -21,6 +21,8 @@ PROCESSED, NOTEBOOKS = ROOT / "_proc", ROOT / "nbs"
 CROSS_REFERENCE = r"(?:fig|tbl|sec|eq|lst|thm|lem|exm|def)-[\w-]+"
 HEADING = r"^#{1,6}\s+(.+?)\s*#*$"
 LINK = r"\]\(<?([^()\s>]*(?:\([^()\s]*\)[^()\s>]*)*)>?(?:\s+\"[^\"]*\")?\)"
+
+NESTED = r"\[[^\[\]]*(?<!!)\[[^\[\]]*\]\([^()\s]*\)[^\[\]]*\]\([^()\s]+\)"
 
 
 def slug(heading: str) -> str:
@@ -54,6 +56,7 @@ class Page:
     anchors: set[str] = field(default_factory=set)
     targets: list[str] = field(default_factory=list)
     references: set[str] = field(default_factory=set)
+    nested: list[str] = field(default_factory=list)  # links inside the text of links
 
     def add(self, markdown: str) -> None:
         """Take in a piece of Markdown or HTML."""
@@ -63,6 +66,7 @@ class Page:
         self.anchors |= set(re.findall(r"\{[^}\n]*#([\w:.-]+)", text))
         self.anchors |= set(re.findall(r"\bid=[\"']([^\"']+)", text))
         self.targets += re.findall(LINK, text)
+        self.nested += re.findall(NESTED, without_blocks(markdown))
         self.targets += re.findall(r"^\[[^\]]+\]:\s+(\S+)", text, flags=re.MULTILINE)
         self.targets += re.findall(r"\b(?:src|href)=[\"']([^\"']+)", text)
         self.references |= set(re.findall(rf"(?<![\w.])@({CROSS_REFERENCE})", text))
@@ -134,6 +138,7 @@ def link_problems() -> list[str]:
         for target in page.targets:
             if wrong := problem(target, page, pages, settings["site-url"], repository):
                 found.append(f"{page.path}: {target}: {wrong}")
+        found += [f"{page.path}: {link}: a link inside a link" for link in page.nested]
         for name in sorted(page.references - page.anchors):
             found.append(f"{page.path}: @{name}: no such label")
     return found
@@ -155,7 +160,7 @@ def listed_pages(contents: list) -> list[str]:
     """The pages of a sidebar's contents, those of its sections too."""
     pages = []
     for item in contents:
-        pages += listed_pages(item["contents"]) if isinstance(item, dict) else [item]
+        pages += listed_pages(item["contents"]) if "contents" in item else [item["href"]]
     return pages
 
 
@@ -165,6 +170,7 @@ def sidebar_problems() -> list[str]:
     listed = listed_pages(website["sidebar"]["contents"])
     paths = [path.relative_to(NOTEBOOKS) for path in NOTEBOOKS.rglob("*.ipynb")]
     there = {path.as_posix() for path in paths if not any(part[0] in "._" for part in path.parts)}
+    there.add("names.ipynb")  # made by finish_pages.py
     twice = {page for page in listed if listed.count(page) > 1}
     found = [f"{page} is in the sidebar twice" for page in sorted(twice)]
     found += [f"{page} is in the sidebar, but not in nbs/" for page in sorted(set(listed) - there)]

@@ -136,7 +136,7 @@ class FileEntry:
 
     __pydantic_config__ = STRICT
     sha256: str  # 64 hexadecimal digits
-    bytes: int
+    bytes: int  # its size
 
     def __post_init__(self):
         if not re.fullmatch("[0-9a-f]{64}", self.sha256):
@@ -148,12 +148,12 @@ class AnyManifest:
     "What every manifest says."
 
     __pydantic_config__ = STRICT
-    kind: str
-    inputs: dict
-    files: dict[str, FileEntry]
-    facts: dict = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    format: int = 1
+    kind: str  # what the folder is, such as "bundle"
+    inputs: dict  # what it was made from
+    files: dict[str, FileEntry]  # path inside the folder -> what it is
+    facts: dict = field(default_factory=dict)  # what a reader may want to know
+    versions: dict[str, str] = field(default_factory=dict)  # package -> version
+    format: int = 1  # of the manifest itself
 
 # %% ../../nbs/base/01_artefacts.ipynb #c5e3c695
 def read_manifest(

@@ -37,10 +37,10 @@ class Method:
     "How one system makes a model out of clients' work. Here one that asks no client."
 
     name: str  # as tables call it
-    serve: Callable[
-        [list, Public], Model
-    ]  # the server: (what it received, what is public) -> model
-    adjust: Callable[[Config], Config] = unchanged  # what the method changes in the shared settings
+    # the server: (what it received, what is public) -> model
+    serve: Callable[[list, Public], Model]
+    # what the method changes in the shared settings
+    adjust: Callable[[Config], Config] = unchanged
 
     def receive(
         self,
@@ -90,7 +90,7 @@ PARTS = dict(adapter=ADAPTER_FILES, routing=(ROUTING,), proxies=(PROXIES,))
 
 @dataclass(frozen=True)
 class OneShot(Method):
-    """Each client sends one bundle. Raises `ValueError` for a part that bundles do not have."""
+    "Each client sends one bundle. Raises `ValueError` for a part that bundles do not have."
 
     client: type[Client] = Client  # what a client runs, alone
     sends: tuple[str, ...] = ("adapter", "routing", "proxies")  # the parts that are needed
@@ -162,8 +162,7 @@ def example(
         "finetune.learning_rate": 1e-4,
     }
     config = changed(preset("embedded"), changes)
-    public = Public(
-        open_seed("embedded"), full.pool.take(1000, 100, 100), config, folder / "public"
-    )
+    pool = full.pool.take(1000, 100, 100)
+    public = Public(open_seed("embedded"), pool, config, folder / "public")
     clients = [client.take(200, 60, 100) for client in full.clients[1:]]
     return public, clients, folder / "clients"

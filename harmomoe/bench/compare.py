@@ -50,7 +50,7 @@ class Row:
     "One line of a table, for one random state: `config.random_state`."
 
     method: str  # a name in `METHODS`
-    config: Config
+    config: Config  # the settings of the whole run
     expert: str | None = None  # the client whose model answers for all domains
 
     @property

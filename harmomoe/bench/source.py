@@ -81,7 +81,7 @@ class Source:
     # and test
     limit: int | tuple[int | None, int | None, int | None] | None = None
     device: str = "cpu"  # torch device
-    reading: Reading = Reading()
+    reading: Reading = Reading()  # how seed and samples are read
 
     def seed(self) -> Seed:
         "The seed."

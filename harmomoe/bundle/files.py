@@ -67,13 +67,13 @@ def write_bundle(
 class Bundle:
     "What a client sent, verified."
 
-    client: str
+    client: str  # its name
     factors: dict  # (layer path, linear map) -> (A float32 [r, d_in], B float32 [d_out, r])
     scale: float  # alpha / r, the factor of B A
-    routing: RoutingVectors
+    routing: RoutingVectors  # what the router is to know of the domain
     ids: np.ndarray  # int64 [m], rows of the pool: the proxies
-    manifest: Manifest
-    folder: Path
+    manifest: Manifest  # what it says of itself
+    folder: Path  # where it lies
 
     @property
     def rank(self) -> int:

@@ -62,12 +62,12 @@ class Manifest:
     "The whole manifest of a bundle."
 
     __pydantic_config__ = STRICT
-    kind: Literal["bundle"]
-    format: Literal[1]
-    inputs: MadeFrom
-    facts: Facts
+    kind: Literal["bundle"]  # what the folder is
+    format: Literal[1]  # of the manifest itself
+    inputs: MadeFrom  # what it was made from
+    facts: Facts  # whose it is, and how much stands behind it
     versions: dict[str, str]  # package -> version
-    files: dict[str, FileEntry]
+    files: dict[str, FileEntry]  # path inside the folder -> what it is
 
 # %% ../../nbs/bundle/00_manifest.ipynb #c68a5313
 @dataclass(frozen=True)
@@ -75,18 +75,18 @@ class AdapterConfig:
     """The fields of PEFT's `adapter_config.json` that say what the factors mean. Raises
     `ValueError` for anything but a plain LoRA adapter."""
 
-    peft_type: str
+    peft_type: str  # LORA alone is taken
     r: int  # rank of the factors
-    lora_alpha: float
+    lora_alpha: float  # the factors' product is scaled by alpha / r
     use_rslora: bool = False  # scale by the root of the rank
-    bias: str = "none"
+    bias: str = "none"  # trained biases: none is taken
     # initialisations such as PiSSA also change the seed's own weights, which are not sent
     init_lora_weights: bool | str = True
-    use_dora: bool = False
-    lora_bias: bool = False
-    rank_pattern: dict | None = None
-    alpha_pattern: dict | None = None
-    modules_to_save: list | None = None
+    use_dora: bool = False  # refused if true
+    lora_bias: bool = False  # refused if true
+    rank_pattern: dict | None = None  # ranks by layer: refused unless empty
+    alpha_pattern: dict | None = None  # alphas by layer: refused unless empty
+    modules_to_save: list | None = None  # whole modules: refused unless empty
 
     def __post_init__(self):
         odd = [name for name in VARIANTS if getattr(self, name)]

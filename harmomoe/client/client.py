@@ -35,7 +35,7 @@ class Client:
     """One organisation: what is public, its private data, and a folder of its own. Raises
     `ValueError` for a name that a client cannot have."""
 
-    public: Public
+    public: Public  # what everybody has
     domain: Domain  # its private data; the train split is what it learns from
     folder: str | Path  # where it works
 

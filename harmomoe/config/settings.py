@@ -110,11 +110,11 @@ class Config:
     those for language models. Raises `ValueError` for a random state that there is not."""
 
     __pydantic_config__ = STRICT
-    relevance: RelevanceSettings = RelevanceSettings()
-    proxies: ProxySettings = ProxySettings()
-    expert: ExpertSettings = ExpertSettings()
-    routing: RoutingSettings = RoutingSettings()
-    router: RouterSettings = RouterSettings()
+    relevance: RelevanceSettings = RelevanceSettings()  # how relevance is judged
+    proxies: ProxySettings = ProxySettings()  # how proxies are chosen
+    expert: ExpertSettings = ExpertSettings()  # how experts are trained
+    routing: RoutingSettings = RoutingSettings()  # what routing vectors are made from
+    router: RouterSettings = RouterSettings()  # the router of the unified model
     finetune: Training = FINETUNE  # epochs = 0 leaves the final fine-tuning out
     random_state: int = 0  # of everything random, 0 to 2**32 - 1
 

@@ -52,7 +52,7 @@ class ImageSeed(PromptedSeed):
     """A CLIP of open_clip whose image tower is a Transformer. Raises `ValueError` for another
     kind of tower, and for a prompt without exactly one pair of braces."""
 
-    weights_prefix: ClassVar[str] = "visual."
+    weights_prefix: ClassVar[str] = "visual."  # of the tower's names in a CLIP checkpoint
 
     def __init__(
         self,

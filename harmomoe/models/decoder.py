@@ -47,7 +47,7 @@ class DecoderSeed(Seed):
     without such FFNs, a tokenizer without offsets, and unknown values of `scoring` and
     `loss_on`."""
 
-    is_causal: ClassVar[bool] = True
+    is_causal: ClassVar[bool] = True  # a token sees those before it
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Tokens:
     "A prompt and its answer as tokens."
 
     text: str  # both together
-    ids: list[int]
+    ids: list[int]  # of the text's tokens
     offsets: list[tuple[int, int]]  # characters of the text at which each token starts and ends
     cut: int  # how many tokens are the prompt's
 
@@ -564,8 +564,8 @@ class SavedDecoder:
     __pydantic_config__ = STRICT
     name: str  # what to call it in tables
     scoring: Literal["letter", "text"]  # this and the next two as in `DecoderSeed`
-    loss_on: Literal["answer", "all"]
-    max_length: int
+    loss_on: Literal["answer", "all"]  # tokens that the loss counts
+    max_length: int  # tokens of a sample at most
     dtype: Literal["float64", "float32", "float16", "bfloat16"]  # that of computing
 
 # %% ../../nbs/models/02_decoder.ipynb #2f632676

@@ -28,7 +28,7 @@ class EnsembleFacts:
     "What `model.json` says of an ensemble."
 
     __pydantic_config__ = STRICT
-    members: int
+    members: int  # how many
     weighted: bool  # whether a classifier weighs them
 
     def __post_init__(self):
@@ -39,8 +39,8 @@ class EnsembleFacts:
 class Ensemble(Model):
     "Backbones of one seed whose output probabilities are averaged."
 
-    kind: ClassVar[str] = "ensemble"
-    facts: ClassVar[type] = EnsembleFacts
+    kind: ClassVar[str] = "ensemble"  # its name in model.json
+    facts: ClassVar[type] = EnsembleFacts  # what model.json says of it
 
     def __init__(
         self,
@@ -135,8 +135,8 @@ class PersonalFacts:
 class Personal(Model):
     "A model for each client. It is told the domain."
 
-    kind: ClassVar[str] = "personal"
-    facts: ClassVar[type] = PersonalFacts
+    kind: ClassVar[str] = "personal"  # its name in model.json
+    facts: ClassVar[type] = PersonalFacts  # what model.json says of it
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from .unified import UnifiedModel
 class Routing:
     "How a unified model routes a data set."
 
-    experts: list[str]
+    experts: list[str]  # their names, in the router's order
     # float64 [layers, E], each expert's share of the weights of the chosen experts; rows sum to 1
     load: np.ndarray
     entropy: np.ndarray  # float64 [layers], mean entropy of pi divided by log E
@@ -77,14 +77,15 @@ def routing_figure(
     "Load of each expert by layer in percent, one panel for each routing; a matplotlib figure."
     import matplotlib.pyplot as plt
 
-    size = 2.6 * len(routings) + 0.6, 2.6
+    rows = max(len(routing.load) for routing in routings.values())
+    size = 2.6 * len(routings) + 0.6, max(2.6, 0.8 + 0.2 * rows)  # room for a number in each row
     figure, axes = plt.subplots(1, len(routings), figsize=size, squeeze=False, sharey=True)
     for axis, (title, routing) in zip(axes[0], routings.items()):
         axis.imshow(routing.load, cmap="cividis", vmin=0, vmax=1, aspect="auto")
         axis.set(title=title, xticks=range(len(routing.experts)), xticklabels=routing.experts)
-        axis.tick_params(axis="x", labelrotation=30, labelsize=8)
+        axis.tick_params(axis="x", labelrotation=30, labelsize=9)
         for (layer, expert), share in np.ndenumerate(routing.load):
-            place = dict(ha="center", va="center", fontsize=7, color="w" if share < 0.6 else "k")
+            place = dict(ha="center", va="center", fontsize=9, color="w" if share < 0.5 else "k")
             axis.text(expert, layer, f"{100 * share:.0f}", **place)
     layers = range(len(routing.load))
     axes[0, 0].set(ylabel="layer", yticks=layers, yticklabels=[layer + 1 for layer in layers])

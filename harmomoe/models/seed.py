@@ -28,7 +28,7 @@ class Seed:
     `identity`, `batches`, `hidden`, `task` and `save`."""
 
     name: str  # what to call it in tables
-    device: torch.device
+    device: torch.device  # where it computes
     ffn: FFN  # the layout of its FFNs
     layers: list[str]  # module path in the backbone of each layer's FFN, first layer first
     embedding_size: int  # d of `hidden`
@@ -169,8 +169,8 @@ class Task:
 class Accuracy:
     "Correct answers out of `n`."
 
-    correct: int
-    n: int
+    correct: int  # samples answered rightly
+    n: int  # samples in all
 
     def __add__(self, other: "Accuracy") -> "Accuracy":
         return Accuracy(self.correct + other.correct, self.n + other.n)

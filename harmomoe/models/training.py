@@ -41,12 +41,12 @@ class Training:
     """How to train. The defaults are the paper's for CLIP experts. Raises `ValueError` for values
     out of range."""
 
-    epochs: int = 10
-    batch_size: int = 128
+    epochs: int = 10  # passes over the data
+    batch_size: int = 128  # samples of a batch
     learning_rate: float = 0.01  # constant, after the warm-up
     optimizer: str = "sgd"  # "sgd" or "adamw"
     momentum: float = 0.9  # of SGD
-    weight_decay: float = 1e-4
+    weight_decay: float = 1e-4  # of the optimiser
     warmup_steps: int = 0  # the learning rate rises linearly over these steps
     accumulation: int = 1  # batches whose gradients make one step
     clip: float | None = None  # largest norm of a step's gradient; None does not bound it
@@ -101,7 +101,7 @@ class Checkpoint:
 
     folder: Path  # an existing folder
     seconds: float = 60.0  # at least so long lies between two writings
-    written: float = field(default_factory=time.monotonic)
+    written: float = field(default_factory=time.monotonic)  # when it was last written, s
 
     @property
     def file(self) -> Path:

@@ -33,9 +33,9 @@ class MoEFacts:
 
     __pydantic_config__ = STRICT
     experts: list[str]  # names, in the order of the router's columns
-    ranks: list[int]
-    scales: list[float]
-    router: RouterSettings
+    ranks: list[int]  # of the experts' factors
+    scales: list[float]  # alpha / r of each expert
+    router: RouterSettings  # its settings
 
     def __post_init__(self):
         if not 0 < len(self.experts) == len(self.ranks) == len(self.scales):
@@ -47,8 +47,8 @@ class MoEFacts:
 class UnifiedModel(Model):
     "A seed whose backbone holds Mixture-of-Experts layers: the model that the server delivers."
 
-    kind: ClassVar[str] = "moe"
-    facts: ClassVar[type] = MoEFacts
+    kind: ClassVar[str] = "moe"  # its name in model.json
+    facts: ClassVar[type] = MoEFacts  # what model.json says of it
 
     def __init__(
         self,

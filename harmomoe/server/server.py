@@ -31,7 +31,7 @@ from .merge import check_bundles, merge
 class Server:
     "What is public, and a folder for what was received."
 
-    public: Public
+    public: Public  # what everybody has
     folder: str | Path  # where it works
 
     @cached_property
