@@ -107,6 +107,16 @@ def tiny_vocabulary(tmp_path_factory):
     return path
 
 
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    "Notebooks run in an empty folder, and leave no figures open."
+    import matplotlib.pyplot as plt
+
+    monkeypatch.chdir(tmp_path)
+    yield
+    plt.close("all")
+
+
 @pytest.fixture(scope="session")
 def tiny_seed(tiny_config, tiny_vocabulary):
     "A randomly initialised ImageSeed. Tests don't change it."

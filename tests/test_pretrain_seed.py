@@ -3,7 +3,6 @@ run, and wrong parameters."""
 
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import pytest
 import safetensors.torch
 import torch
@@ -14,15 +13,10 @@ from harmomoe.models.weights import open_seed
 
 PRETRAIN = Path(__file__).resolve().parent.parent / "nbs" / "pretrain_seed.ipynb"
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    "Notebooks run in an empty folder, and leave no figures open."
-    monkeypatch.chdir(tmp_path)
-    yield
-    plt.close("all")
+pytestmark = [
+    pytest.mark.usefixtures("elsewhere"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 
 
 @pytest.fixture(scope="module")

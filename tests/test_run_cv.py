@@ -8,14 +8,13 @@ import re
 import shutil
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import nbformat
 import numpy as np
 import open_clip
 import papermill
 import pytest
 import torch
-from helpers import kept, stamps
+from helpers import kept, stamps, table, tables
 from PIL import Image
 
 import harmomoe.models.unified  # noqa: F401 (its models can be loaded)
@@ -37,6 +36,7 @@ SETTINGS = (
 )
 
 pytestmark = [
+    pytest.mark.usefixtures("elsewhere"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
@@ -99,27 +99,9 @@ def run(parameters, run_cells):
     return run
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    "Notebooks run in an empty folder, and leave no figures open."
-    monkeypatch.chdir(tmp_path)
-    yield
-    plt.close("all")
-
-
 def plain(name):
     "An artefact's name without the digest of the version."
     return re.sub(r"-[0-9a-f]{12}$", "", name)
-
-
-def table(folder):
-    rows = list(csv.reader((folder / "table.csv").open()))
-    return rows[0], {row[0]: [float(x) for x in row[1:]] for row in rows[1:]}
-
-
-def tables(folder):
-    "The bytes of the table, which are to be the same after the next run."
-    return {suffix: (folder / f"table.{suffix}").read_bytes() for suffix in ("csv", "md")}
 
 
 def model_of(folder):

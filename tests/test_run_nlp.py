@@ -6,10 +6,9 @@ import json
 import shutil
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
-from helpers import kept, stamps
+from helpers import kept, stamps, table, tables
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,17 +31,10 @@ SETTINGS = (
 )
 
 pytestmark = [
+    pytest.mark.usefixtures("elsewhere"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    "Notebooks run in an empty folder, and leave no figures open."
-    monkeypatch.chdir(tmp_path)
-    yield
-    plt.close("all")
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +77,6 @@ def run(parameters, run_cells):
         return space, built
 
     return run
-
-
-def table(folder):
-    rows = list(csv.reader((folder / "table.csv").open()))
-    return rows[0], {row[0]: [float(x) for x in row[1:]] for row in rows[1:]}
-
-
-def tables(folder):
-    "The bytes of the table, which are to be the same after the next run."
-    return {suffix: (folder / f"table.{suffix}").read_bytes() for suffix in ("csv", "md")}
 
 
 def saved(folder):
