@@ -6,9 +6,9 @@ Docs: https://harmomoe.github.io/harmomoe/data/images.html.md"""
 
 # %% auto #0
 __all__ = ['SPLIT_NAMES', 'IMAGE_SUFFIXES', 'FOLDER_LAYOUT', 'PARQUET_LAYOUT', 'IN_MEMORY_BYTES', 'WAYS_ON', 'HUB_ID',
-           'labels_of', 'image_dataset', 'check_images', 'class_folders', 'labelled_files', 'folder_parts',
-           'parquet_files', 'has_shards', 'parquet_parts', 'hub_problem', 'require_hub', 'hub_dataset', 'known_splits',
-           'hub_parts']
+           'labels_of', 'image_dataset', 'rgb_image', 'check_images', 'class_folders', 'labelled_files', 'folder_parts',
+           'parquet_files', 'has_shards', 'check_bytes', 'parquet_parts', 'hub_problem', 'require_hub', 'hub_dataset',
+           'known_splits', 'hub_parts']
 
 # %% ../../nbs/data/00_images.ipynb #45f99cec
 import os
@@ -16,11 +16,13 @@ import socket
 from collections import Counter
 from pathlib import Path
 from threading import Thread
+from typing import Iterator
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import datasets
 import numpy as np
+import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
@@ -48,24 +50,42 @@ def image_dataset(
     )
 
 # %% ../../nbs/data/00_images.ipynb #c1ac9f32
+def rgb_image(
+    dataset: Dataset,  # has a column `image`
+    row: int,  # number of the row
+) -> PIL.Image.Image:  # 8 bits for each of red, green and blue
+    """One image as networks take it. ValueError names row and file of one that is no image, or
+    whose numbers have no range of their own: floats, and integers of 32 bits."""
+    try:
+        image = dataset[row]["image"]
+        # Pillow opens grey PGM (and once PNG) of 16 bits with room for more
+        if image.mode.startswith("I;16") or image.mode == "I" and image.format in ("PNG", "PPM"):
+            image = PIL.Image.fromarray(np.round(np.asarray(image) / 257).astype(np.uint8))
+        elif image.mode in ("I", "F"):
+            raise TypeError(f"numbers of mode {image.mode!r}: write it with 8 or 16 bits")
+        # colours of a palette do not mix, so this comes before anything else
+        return image.convert("RGB")
+    except Exception as error:  # Pillow raises many types, and an empty cell has no mode
+        cell = dataset.cast_column("image", Image(decode=False))[row]["image"] or {}
+        file = f" ({cell['path']})" if cell.get("path") else ""
+        raise ValueError(
+            f"row {row}{file}: no image ({error}). Expected an encoded JPEG, PNG or the like; "
+            "replace or remove it"
+        ) from error
+
+
 def check_images(
     dataset: Dataset,  # has a column `image`
     where: str,  # what it was read from, for the error
     rows: int = 2,  # how many rows to decode at either end
 ) -> Dataset:  # the same dataset
-    """Decodes the first and the last rows; ValueError names the row and file of one that is no
-    image."""
+    "Decodes the first and the last rows. Raises as `rgb_image`, with where it was read."
     n = len(dataset)
     for row in sorted({*range(min(rows, n)), *range(max(n - rows, 0), n)}):
         try:
-            dataset[row]["image"].size
-        except Exception as error:  # Pillow raises many types, and an empty cell has no size
-            cell = dataset.cast_column("image", Image(decode=False))[row]["image"] or {}
-            file = f" ({cell['path']})" if cell.get("path") else ""
-            raise ValueError(
-                f"{where}, row {row}{file}: no image ({error}). Expected an encoded JPEG, PNG or "
-                "the like; replace or remove it"
-            ) from error
+            rgb_image(dataset, row)
+        except ValueError as error:
+            raise ValueError(f"{where}, {error}") from error.__cause__
     return dataset
 
 # %% ../../nbs/data/00_images.ipynb #c586966e
@@ -91,13 +111,19 @@ def class_folders(
         entry for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(".")
     ]
     return {
-        folder.name: sorted(
-            entry.path
-            for entry in os.scandir(folder.path)
-            if entry.name.lower().endswith(IMAGE_SUFFIXES)
-        )
+        folder.name: sorted(_image_files(folder.path))
         for folder in sorted(folders, key=lambda folder: folder.path)
     }
+
+
+def _image_files(folder: str) -> Iterator[str]:
+    """Paths of the images in a folder. ValueError for what is called an image and is no file: a
+    pipe would never end."""
+    for entry in os.scandir(folder):
+        if entry.name.lower().endswith(IMAGE_SUFFIXES):
+            if not entry.is_file():
+                raise ValueError(f"{entry.path} is called an image, but is no file; remove it")
+            yield entry.path
 
 
 def labelled_files(
@@ -113,16 +139,19 @@ def labelled_files(
 # %% ../../nbs/data/00_images.ipynb #f7ab67a9
 def _split_folders(root: Path) -> dict[str, Path]:
     "Split -> its folder; the root as `train` if it has no folders of splits."
-    entries = {
-        SPLIT_NAMES[path.name.lower()]: path
-        for path in sorted(root.iterdir())
-        if path.is_dir() and path.name.lower() in SPLIT_NAMES
-    }
+    entries = {}
+    for path in sorted(root.iterdir()):
+        split = SPLIT_NAMES.get(path.name.lower())
+        if path.is_dir() and split and entries.setdefault(split, path) != path:
+            raise ValueError(
+                f"{root}: {entries[split].name} and {path.name} are both its {split} split; keep "
+                "one of them"
+            )
     # A class may be called `train` too; then its folder holds images, not class folders.
     has_splits = "train" in entries and any(path.is_dir() for path in entries["train"].iterdir())
     return entries if has_splits else {"train": root}
 
-
+# %% ../../nbs/data/00_images.ipynb #85e4c844
 def folder_parts(
     root: str | Path,  # folder in one of the two layouts
     # some of train, validation, test; `train` alone if the folder has no splits
@@ -254,7 +283,22 @@ def _common_names(files: list[Path]) -> list[str]:
 # %% ../../nbs/data/00_images.ipynb #9b820d88
 IN_MEMORY_BYTES = 2**30
 
+# %% ../../nbs/data/00_images.ipynb #e0d96940
+def check_bytes(
+    dataset: Dataset,  # has a column `image`
+    where: str,  # what it was read from, for the error
+) -> Dataset:  # the same dataset
+    """ValueError for a row that brings no image but says where one is: `datasets` would open that
+    file, or that address on the web."""
+    start = 0
+    for chunk in dataset.data.column("image").chunks:
+        if chunk.field("bytes").null_count:
+            row = start + chunk.field("bytes").is_null().index(True).as_py()
+            raise ValueError(f"{where}, row {row}: no image (its bytes; paths are not followed)")
+        start += len(chunk)
+    return dataset
 
+# %% ../../nbs/data/00_images.ipynb #36e45292
 def _read_parquet(path: Path, features: Features) -> Dataset:
     "The columns of `features` in one file."
     columns = list(features)
@@ -280,7 +324,7 @@ def parquet_parts(
     names = _common_names(list(files.values()))
     features = Features(image=Image(), label=ClassLabel(names=names))
     return {
-        split: check_images(_read_parquet(path, features), str(path))
+        split: check_images(check_bytes(_read_parquet(path, features), str(path)), str(path))
         for split, path in files.items()
     }
 
@@ -386,13 +430,14 @@ def known_splits(
     "Finds the usable splits by name."
     if len(splits) == 1:
         return {"train": next(iter(splits.values()))}
-    return {
-        SPLIT_NAMES[name.lower()]: part
-        for name, part in splits.items()
-        if name.lower() in SPLIT_NAMES
-    }
+    known = {}
+    for name, part in splits.items():
+        split = SPLIT_NAMES.get(name.lower())
+        if split and known.setdefault(split, part) is not part:
+            raise ValueError(f"{sorted(splits)}: two of them are the {split} split; keep one")
+    return known
 
-
+# %% ../../nbs/data/00_images.ipynb #94cb240a
 def hub_parts(
     splits: DatasetDict,  # as loaded
     where: str,  # repository, for errors
@@ -415,5 +460,8 @@ def hub_parts(
         part = part.select_columns(list(columns))
         part = part.rename_columns({old: new for old, new in columns.items() if old != new})
         if len(part) and labels_of(part).max() >= 0:
-            parts[split] = check_images(part, f"{where}, {split}")
+            inside = f"{where}, {split}"
+            # files of images that lie in the repository were fetched with it
+            fetched = part.builder_name == "imagefolder"
+            parts[split] = check_images(part if fetched else check_bytes(part, inside), inside)
     return parts

@@ -26,6 +26,7 @@ from fastcore.basics import patch
 from PIL import Image, ImageOps
 from sklearn.manifold import TSNE
 
+from ..data.images import rgb_image
 from .dpp import as_float64, greedy_map, log_det, unit_rows, weighted_kernel
 
 # %% ../../nbs/describe/03_proxies.ipynb #3d081920
@@ -387,7 +388,7 @@ def _montage(images, columns, cell, above):
         larger = (
             Image.Resampling.NEAREST if max(image.size) * 2 < cell else Image.Resampling.BICUBIC
         )
-        sheet.paste(ImageOps.pad(image.convert("RGB"), (cell, cell), larger, color="white"), corner)
+        sheet.paste(ImageOps.pad(image, (cell, cell), larger, color="white"), corner)
     return sheet, corners
 
 # %% ../../nbs/describe/03_proxies.ipynb #4bb30853
@@ -414,7 +415,7 @@ def contact_sheet(
         len(titles) == len(ids),
         f"one title per image is needed: {len(titles)} titles, {len(ids)} images.",
     )
-    sheet, corners = _montage(dataset.select(ids)["image"], columns, cell, above)
+    sheet, corners = _montage([rgb_image(dataset, int(i)) for i in ids], columns, cell, above)
     figure = plt.figure(figsize=(sheet.width / 72, sheet.height / 72), dpi=72)
     axis = figure.add_axes((0, 0, 1, 1), frameon=False, xticks=[], yticks=[])
     axis.imshow(sheet)

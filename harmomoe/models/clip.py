@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..base.artefacts import digest, digest_weights
+from ..data.images import rgb_image
 from ..data.samples import targets_in
 from .seed import Seed, Task
 from ..moe.ffn import CLIP_FFN, TIMM_FFN, find_ffns
@@ -137,8 +138,7 @@ class _Images(torch.utils.data.Dataset):
     def __getitem__(self, i):
         image = None if self.kept is None else self.kept.get(i)
         if image is None:
-            # to RGB before anything else: the colours of a palette do not mix
-            image = self.transform(self.dataset[i]["image"].convert("RGB"))
+            image = self.transform(rgb_image(self.dataset, i))
             if self.kept is not None:
                 self.kept[i] = image
         return image, self.targets[i]

@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from ..base.artefacts import sha256_file
 from ..base.schema import STRICT, parse, read_json
 from ..data.images import hub_problem, require_hub
 from .clip import CONFIG, PAPER_PROMPT, VOCABULARY, ImageSeed
@@ -115,15 +116,27 @@ def _is_torchscript(path: Path) -> bool:
     return any(name.endswith("/constants.pkl") for name in zipfile.ZipFile(path).namelist())
 
 
+def _published() -> set[str]:
+    "SHA-256 of the archives that OpenAI publishes; it stands in their addresses."
+    known = [open_clip.get_pretrained_cfg(*pair) for pair in open_clip.list_pretrained()]
+    links = [config["url"] for config in known if "/clip/models/" in config.get("url", "")]
+    return {link.split("/")[-2] for link in links}
+
+
 def _from_openai(path: Path) -> dict | None:
     """The state dict if `path` is in OpenAI's layout: a TorchScript archive, or with three
-    integers among the weights."""
+    integers among the weights. Loading an archive runs the code in it."""
     if _is_torchscript(path):
+        if sha256_file(path) not in _published():
+            raise ValueError(
+                "it is a TorchScript archive, which runs code when it is loaded, and none of those "
+                "that OpenAI publishes. Have its weights saved as safetensors"
+            )
         return torch.jit.load(path, map_location="cpu").state_dict()
     weights = load_state_dict(str(path))
     return weights if OPENAI_INTEGERS[0] in weights else None
 
-
+# %% ../../nbs/models/03_weights.ipynb #f7d24686
 def _file_model(name: str, path: Path) -> tuple[nn.Module, dict]:
     "A model of open_clip with weights from a file, and its configuration."
     config = open_clip.get_model_config(name)

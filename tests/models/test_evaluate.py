@@ -3,6 +3,7 @@
 import json
 
 import matplotlib
+import pandas as pd
 import pytest
 import torch
 from families import ABC, QUESTIONS, REPLIES, only, scores, seed_of
@@ -10,7 +11,10 @@ from scipy.stats import binomtest
 
 from harmomoe.data.samples import labelled
 from harmomoe.models.evaluate import (
+    FIGURE_SPACE,
+    HARD_SPACE,
     accuracy_figure,
+    markdown_table,
     measure,
     results_table,
     throughput,
@@ -101,6 +105,60 @@ def test_results_are_written_in_three_formats_that_agree(tmp_path):
     assert told["note"] == "x" and told["accuracy"]["harmomoe"]["b"]["correct"] == 2
     assert told["accuracy"]["harmomoe"]["average"] == pytest.approx(250 / 3)
     assert told["accuracy"]["zeroshot"]["a"]["interval"] == list(Accuracy(1, 4).interval)
+
+
+TABLE = pd.DataFrame(
+    {
+        "flags": ["9.5 ± 4.0", "61.8 ± 14.0", "70.0 ± 1.0"],
+        "against": ["-52.3 ± 3.0", "", "+8.2 ± 0.1"],
+        "s": [0.25, 1234.0, float("nan")],
+        "paper": ["59.06", "93.2", ""],
+        "images": [1440, 7, 7],
+        "kind": ["-", "a|b", ""],
+        "times": ["0.94 (0.90 to 0.97)", "56.92", "25%"],
+        "size": ["3 experts", "1 at once", "16 at once"],
+    },
+    ["x", "ours", "told one"],
+).rename_axis("method")
+
+
+def columns(written: str) -> dict[str, list[str]]:
+    """What stands in each column of a table in Markdown, the rule first."""
+    lines = [line[2:-2].replace(HARD_SPACE, " ").split(" | ") for line in written.splitlines()]
+    return {head: rows for head, *rows in zip(*(line for line in lines if len(line) > 1))}
+
+
+def test_a_table_to_read_has_the_best_in_bold_and_ours_and_who_was_told_marked():
+    best = dict(highest=["flags"], lowest=["s", "images"], digits={"s": 2, "paper": 2})
+    written = markdown_table(TABLE, "One.", title=str.title, ours="ours", told=["told one"], **best)
+    found = columns(written)
+    assert found["method"][1:] == ["X", "**Ours**", "Told One †"]
+    assert found["flags"][1:] == [
+        f"9.5 ± {FIGURE_SPACE}4.0",
+        "**61.8 ± 14.0**",
+        f"70.0 ± {FIGURE_SPACE}1.0",
+    ]
+    assert found["against"][1:] == ["\u221252.3 ± 3.0", "", "+8.2 ± 0.1"]
+    assert found["s"][1:] == ["**0.25**", "1,234.00", ""]
+    assert found["paper"][1:] == ["59.06", "93.20", ""]
+    assert found["images"][1:] == ["1,440", "**7**", "7"]
+    assert written.endswith("\n\n: One.")
+
+
+def test_a_table_to_read_has_numbers_to_the_right_and_breaks_no_line_within_one():
+    written = markdown_table(TABLE)
+    rules = {name: rule for name, (rule, *_) in columns(written.replace("\\|", "/")).items()}
+    numbers = {name for name, rule in rules.items() if rule.endswith(":")}
+    assert numbers == {"flags", "against", "s", "paper", "images", "times"}
+    assert {name for name, rule in rules.items() if set(rule) == {"-"}} == {
+        "method",
+        "kind",
+        "size",
+    }
+    assert f"9.5{HARD_SPACE}±{HARD_SPACE}" in written and "a\\|b" in written
+    assert "**" not in written and ":::" not in written
+    wide = markdown_table(TABLE, wide=True)
+    assert wide == f"::: {{.column-page}}\n\n{written}\n\n:::"
 
 
 def test_methods_of_different_domains_have_no_common_table():

@@ -227,6 +227,17 @@ def archive(tensors, path):
     torch.jit.script(root).save(str(path))
 
 
+class Published(set):
+    "Every archive is one of OpenAI's."
+
+    def __contains__(self, digest):
+        return True
+
+
+def published():
+    return Published()
+
+
 def activations(seed):
     return {type(seed.backbone.get_submodule(f"{path}.gelu")).__name__ for path in seed.layers}
 
@@ -305,7 +316,10 @@ def theirs(weights):
 
 
 @pytest.mark.parametrize("layout", ["state dict", "safetensors", "TorchScript"])
-def test_file_in_openais_layout_opens_with_quick_gelu(layout, weights, theirs, tmp_path):
+def test_file_in_openais_layout_opens_with_quick_gelu(
+    layout, weights, theirs, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("harmomoe.models.weights._published", published)
     path = tmp_path / ("file.safetensors" if layout == "safetensors" else "file.pt")
     save = {"state dict": torch.save, "safetensors": save_file, "TorchScript": archive}[layout]
     save(weights | integers(NANO), path)
@@ -334,6 +348,22 @@ def test_float32_weights_in_openais_layout_are_not_rounded(weights, tmp_path):
     finer = {key: value * (1 + 1e-5) for key, value in weights.items()}
     torch.save(finer | integers(NANO), tmp_path / "file.pt")
     assert holds(open_seed("nano-ViT", str(tmp_path / "file.pt")), finer)
+
+
+def test_archive_of_somebody_else_is_refused_before_its_code_runs(weights, tmp_path, monkeypatch):
+    path = tmp_path / "file.pt"
+    archive(weights | integers(NANO), path)
+    monkeypatch.setattr(torch.jit, "load", forbidden)
+    with pytest.raises(ValueError, match="file.pt .*TorchScript archive, which runs code when"):
+        open_seed("nano-ViT", str(path))
+
+
+def test_addresses_of_openais_archives_hold_their_digests():
+    from harmomoe.models.weights import _published
+
+    vit_b32 = "40d365715913c9da98579312b702a82c18be219cc2a73407c4526f58eba950af"
+    assert vit_b32 in _published() and len(_published()) == 9
+    assert all(len(digest) == 64 for digest in _published())
 
 
 HEAD = {"head.weight": torch.zeros(3)}
