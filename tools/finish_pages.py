@@ -308,12 +308,17 @@ def finished(notebook: dict, room: str) -> None:
 # ---- words of the glossary
 
 
+# words that nobody would look up
+EVERYDAY = set("public private domain client server settings form context merge".split())
+
+
 def glossary() -> dict[str, str]:
     """Term -> anchor, from the headings of the glossary."""
     path = PROCESSED / "glossary.ipynb"
     text = "\n".join(map(text_of, json.loads(path.read_text(encoding="utf-8"))["cells"]))
-    found = re.findall(r"^##\s+(.+?)\s*\{#([\w-]+)\}\s*$", text, flags=re.MULTILINE)
-    return {term.strip(): anchor for term, anchor in found if re.fullmatch(r"[A-Za-z -]+", term)}
+    found = re.findall(r"^###\s+(.+?)\s*\{#([\w-]+)\}\s*$", text, flags=re.MULTILINE)
+    words = {term: anchor for term, anchor in found if re.fullmatch(r"[A-Za-z -]+", term)}
+    return {term: anchor for term, anchor in words.items() if term.lower() not in EVERYDAY}
 
 
 PROSE = re.compile(  # what is no prose: code, formulas, links, tables, headings, HTML, divs
@@ -329,7 +334,8 @@ def with_terms(text: str, terms: dict[str, str], page: str) -> str:
     parts = PROSE.split(text)
     for index in range(0, len(parts), 2):
         for term in sorted(terms, key=len, reverse=True):
-            pattern = rf"(?<![\w\[/-])({re.escape(term)}(?:s|es)?)(?![\w\]-])"
+            stem, ending = (term[:-3], "(?:y|ies)") if term.endswith("ies") else (term, "s?")
+            pattern = rf"(?<![\w\[/-])({re.escape(stem)}{ending})(?![\w\]-])"
             parts[index], hits = re.subn(
                 pattern, rf"[\1]({page}#{terms[term]}){{.term}}", parts[index], 1, re.IGNORECASE
             )

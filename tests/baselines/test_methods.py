@@ -25,7 +25,7 @@ from harmomoe.base.artefacts import digest_weights, read_manifest
 from harmomoe.baselines.btx import random_public
 from harmomoe.baselines.comigs import Participant
 from harmomoe.baselines.method import PARTS, AllData, OneShot, Rounds
-from harmomoe.baselines.methods import METHODS, find_method
+from harmomoe.baselines.methods import METHODS, TITLES, TOLD, find_method, method_title
 from harmomoe.bundle.files import Bundle, read_bundle
 from harmomoe.config.settings import changed
 from harmomoe.models.ensemble import Ensemble
@@ -56,6 +56,16 @@ def test_a_method_is_found_by_its_name_and_an_unknown_name_says_which_there_are(
     assert all(find_method(name).name == name for name in METHODS)
     with pytest.raises(ValueError, match=f"no method 'btn'; there are {', '.join(METHODS)}"):
         find_method("btn")
+
+
+def test_every_method_has_a_title_of_its_own_and_ours_is_marked():
+    assert TITLES.keys() == METHODS.keys() and set(TOLD) <= METHODS.keys()
+    assert len(set(TITLES.values())) == len(TITLES)
+    assert [method_title(name) for name in TITLES] == list(TITLES.values())
+    assert [title for title in TITLES.values() if "(ours)" in title] == [method_title("harmomoe")]
+    assert method_title("expert:flags") == "Expert for flags"
+    assert method_title("harmomoe, paper's router") == "HarmoMoE, paper's router"
+    assert method_title("dispatch") == "dispatch"
 
 
 # ---- what is built
