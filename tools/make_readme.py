@@ -1,11 +1,12 @@
 """Make README.md from nbs/index.ipynb: `python tools/make_readme.py`, or with --check only say
-whether they agree."""
+whether they agree. It is read on GitHub and on a package index: its links are whole addresses."""
 
 import json
 import re
 import sys
 from configparser import ConfigParser
 from pathlib import Path
+from posixpath import normpath
 
 ROOT = Path(__file__).resolve().parent.parent
 INDEX = ROOT / "nbs" / "index.ipynb"
@@ -17,34 +18,52 @@ NOTE = (
 HIDDEN = {"hide", "export", "exporti", "default_exp"}
 
 
-def repository_url() -> str:
-    """Where a file of the repository is seen on the web, without its path."""
+def git_url() -> str:
+    """Where the repository is seen on the web."""
     config = ConfigParser(delimiters=("=",), interpolation=None)
     config.read(ROOT / "settings.ini", encoding="utf-8")
-    return config["DEFAULT"]["git_url"] + "/blob/main/"
+    return config["DEFAULT"]["git_url"]
 
 
-def repository_path(target: str) -> str:
-    """What a link target of index.ipynb, relative to nbs/ or a web address, is when seen from the
-    repository's root."""
-    if target.startswith(repository_url()):
-        return target[len(repository_url()) :]
-    if re.match(r"[a-z]+:|#", target):
+def repository_url() -> str:
+    """Where a file of the repository is seen on the web, without its path."""
+    return git_url() + "/blob/main/"
+
+
+def raw_url() -> str:
+    """Where a file of the repository is fetched as it is, without its path: pictures."""
+    return git_url().replace("//github.com/", "//raw.githubusercontent.com/") + "/main/"
+
+
+def address(target: str, picture: bool = False) -> str:
+    """What a target of index.ipynb, relative to nbs/, is on the web. A package index has no files
+    beside README, and no anchors for its headings, so nothing may be relative."""
+    if re.match(r"[a-z]+:", target):
         return target
-    return f"nbs/{target}"
+    if target.startswith("#"):
+        return git_url() + target
+    return (raw_url() if picture else repository_url()) + normpath(f"nbs/{target}")
 
 
-def localise(markdown: str) -> str:
-    """Markdown with every link and image pointing from the repository's root; fenced blocks stay
-    as they are."""
+def plain(markdown: str) -> str:
+    """Markdown that every reader knows: without Quarto's divs and attributes, every link and image
+    with its whole address; fenced blocks stay as they are."""
 
-    def relinked(block: str) -> str:
+    def converted(block: str) -> str:
         if block.startswith("```"):
             return block
-        return re.sub(r"(?<=\]\()[^()\s]+(?=\))", lambda m: repository_path(m[0]), block)
+        block = re.sub(r"^:::.*\n?", "", block, flags=re.MULTILINE)
+        # a picture of the site has a caption and a description; here the description counts
+        described = r"!\[[^\[\]]*\](\([^()\s]+\))\{fig-alt=\"([^\"]*)\"[^{}]*\}"
+        block = re.sub(described, r"![\2]\1", block)
+        block = re.sub(r"(?<=\))\{[^}\n]*\}|[ \t]+\{[#.][^}\n]*\}[ \t]*$", "", block, flags=re.M)
+        block = re.sub(r"\n{3,}", "\n\n", block)
+        # a picture may stand within a link, and its description holds no brackets
+        link = r"(!\[[^\[\]]*)?\]\(([^()\s]+)\)"
+        return re.sub(link, lambda m: f"{m[1] or ''}]({address(m[2], bool(m[1]))})", block)
 
     blocks = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
-    return "".join(map(relinked, blocks))
+    return "".join(map(converted, blocks))
 
 
 def directives(source: str) -> dict[str, str]:
@@ -60,7 +79,7 @@ def output_markdown(output: dict) -> str:
         return "```\n" + "".join(output["text"]).rstrip() + "\n```"
     data = output["data"]
     if "text/markdown" in data:
-        return localise("".join(data["text/markdown"]).rstrip())
+        return plain("".join(data["text/markdown"]).rstrip())
     if any(kind.startswith("image/") for kind in data):
         raise ValueError(
             "index.ipynb: a cell shows a picture; save it in nbs/images and link it from a "
@@ -74,7 +93,7 @@ def cell_parts(cell: dict) -> list[str]:
     its outputs."""
     source = "".join(cell["source"])
     if cell["cell_type"] == "markdown":
-        return [localise(source)]
+        return [plain(source)]
     flags = directives(source)
     if cell["cell_type"] != "code" or HIDDEN & flags.keys() or flags.get("include") == "false":
         return []
