@@ -7,6 +7,7 @@ from pathlib import Path
 
 import check_links
 import finish_pages
+import pandas
 import pytest
 import yaml
 from finish_pages import DEFINITIONS, directive, public, text_of
@@ -174,6 +175,17 @@ def test_links_in_links_are_joined_and_pictures_in_links_stay():
     page = check_links.Page(Path("x"), Path("x"))
     page.add(joined)
     assert page.nested == []
+
+
+def test_tables_of_pandas_have_one_row_of_names():
+    frame = pandas.DataFrame({"a": [1], "b": [2]}, pandas.Index(["x"], name="row"))
+    found = finish_pages.plain_table(frame._repr_html_())
+    assert "<thead><tr><th>row</th><th>a</th><th>b</th></tr></thead>" in found
+    assert "<style" not in found and found.count("<tr>") == 2
+    plain = frame.rename_axis(None)._repr_html_()
+    assert finish_pages.plain_table(plain).count("<th></th>") == 1
+    two = frame.set_index("a", append=True)._repr_html_()
+    assert "<tr><th>row</th><th>a</th><th>b</th></tr>" in finish_pages.plain_table(two)
 
 
 def test_terms_are_linked_once_and_only_in_prose():

@@ -121,7 +121,7 @@ def test_picture_and_speeds_are_written_and_nothing_outside_the_folder(ran):
     folder, _ = ran
     written = {path.name for path in folder.iterdir() if path.is_file()}
     tables = {f"table.{suffix}" for suffix in ("csv", "json", "md")}
-    assert written == tables | {"routing.png", "speed.csv", "stages.csv"}
+    assert written == tables | {"report.html", "routing.png", "speed.csv", "stages.csv"}
     assert min(Image.open(folder / "routing.png").size) > 50
     speed = list(csv.reader((folder / "speed.csv").open()))
     assert [row[0] for row in speed] == ["model", "seed", "harmomoe"]

@@ -257,6 +257,20 @@ def joined_links(text: str) -> str:
     return text
 
 
+def plain_table(text: str) -> str:
+    """A table of pandas without its own style, and with the names of its index in the row of the
+    columns' names instead of one below."""
+    text = re.sub(r"<style scoped>.*?</style>\s*", "", text, flags=re.DOTALL)
+    head = re.search(r"<thead>\s*<tr[^>]*>(.*?)</tr>\s*<tr>(.*?)</tr>\s*</thead>", text, re.DOTALL)
+    if not head or "span=" in head[0]:
+        return text
+    rows = [re.findall(r"<th[^>]*>(.*?)</th>", row, re.DOTALL) for row in head.groups()]
+    if len(rows[0]) != len(rows[1]) or any(a and b for a, b in zip(*rows)):
+        return text
+    merged = "".join(f"<th>{a or b}</th>" for a, b in zip(*rows))
+    return text.replace(head[0], f"<thead><tr>{merged}</tr></thead>")
+
+
 def sources_of(cells: list[dict]) -> dict[str, str]:
     """Name -> where its source is seen, from the entries that nbdev made."""
     found = {}
@@ -299,8 +313,9 @@ def finished(notebook: dict, room: str) -> None:
             cell["source"] = joined_links(text)
         for output in cell.get("outputs", []):
             data = output.get("data", {})
-            if "text/markdown" in data:
-                data["text/markdown"] = joined_links("".join(data["text/markdown"]))
+            for kind, mended in (("text/markdown", joined_links), ("text/html", plain_table)):
+                if kind in data:
+                    data[kind] = mended("".join(data[kind]))
         cells.append(cell)
     notebook["cells"] = cells
 

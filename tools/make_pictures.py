@@ -33,7 +33,7 @@ GALLERY = {
     "proxies": ("run_cv", "tsne_figure(private[first]", 0),
     "means": ("describe/04_routing", "pool = benchmark.pool.train.select", 0),
     "routing": ("run_cv", "routing_figure({name: observe_routing(unified", 0),
-    "accuracy": ("run_cv", "accuracy_figure(results)", 0),
+    "accuracy": ("run_cv", "accuracy_figure(titled", 0),
     "speed": ("experiments/speed", "def points(name, kind)", 0),
 }
 
