@@ -107,6 +107,11 @@ def tiny_vocabulary(tmp_path_factory):
     return path
 
 
+def pytest_collection_modifyitems(items):
+    "Notebooks first, which take longest: a process that is done early takes over what is left."
+    items.sort(key=lambda item: item.path.name != "test_notebooks.py")
+
+
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     "Notebooks run in an empty folder, and leave no figures open."

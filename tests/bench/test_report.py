@@ -74,11 +74,17 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.said).split())
 
 
-def finish(notebook, given, folder):
-    "A run as the notebook leaves it, and its report."
+@pytest.fixture(scope="module", autouse=True)
+def process():
+    "The process stays as it is: other tests in it are to get the same numbers as before."
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experiment_module, "faster_cpu", lambda: None)
-        made = open_experiment(notebook, notebook == "run_nlp", **given, out=str(folder))
+        yield
+
+
+def finish(notebook, given, folder):
+    "A run as the notebook leaves it, and its report."
+    made = open_experiment(notebook, notebook == "run_nlp", **given, out=str(folder))
     results = {"zeroshot": made.measure_method("zeroshot")}
     results |= {f"expert:{name}": made.measure_own(name) for name in made.clients}
     results["harmomoe"] = made.measure_own()
