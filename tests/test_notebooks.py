@@ -16,11 +16,12 @@ NOTEBOOKS = Path(__file__).resolve().parent.parent / "nbs"
 LONG = ["server", "client", "bench", "describe", "baselines"]  # rooms whose notebooks train
 FOUND = sorted(NOTEBOOKS.glob("*/**/[0-9][0-9]_*.ipynb"))
 COMPONENTS = sorted(FOUND, key=lambda path: (*LONG, path.parent.name).index(path.parent.name))
+WITH_SLOW_CELLS = [path for path in COMPONENTS if "#| slow" in path.read_text(encoding="utf-8")]
 IMPORTED = ["accelerate", "datasets", "matplotlib.pyplot", "nbdev.test", "open_clip", "pandas"]
 IMPORTED += ["peft", "sklearn.linear_model", "torch", "transformers"]
 
 
-def run_notebook(notebook, printed):
+def run_notebook(notebook, printed, flags):
     "Run it in this process, which ends with 1 if a cell fails; what it says goes to a file."
     from nbdev.test import nbdev_test
 
@@ -28,7 +29,7 @@ def run_notebook(notebook, printed):
         for stream in (1, 2):  # what a library or a child writes, too
             os.dup2(file.fileno(), stream)
         with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-            nbdev_test(str(notebook), do_print=True)
+            nbdev_test(str(notebook), flags=flags, do_print=True)
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +40,28 @@ def forks():
     return context
 
 
-@pytest.mark.parametrize(
-    "notebook", COMPONENTS, ids=lambda path: "/".join(path.with_suffix("").parts[-2:])
-)
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot fork")
-def test_notebook_runs(notebook, forks, tmp_path):
-    printed = tmp_path / "printed.txt"
-    child = forks.Process(target=run_notebook, args=(notebook, printed))
+def check(notebook, flags, forks, folder):
+    "Fails with what the notebook printed, unless it runs."
+    printed = folder / "printed.txt"
+    child = forks.Process(target=run_notebook, args=(notebook, printed, flags))
     child.start()
     child.join()
     said = printed.read_text(errors="replace") if printed.exists() else ""
     assert child.exitcode == 0, said[-6000:]
+
+
+def identifier(path):
+    return "/".join(path.with_suffix("").parts[-2:])
+
+
+@pytest.mark.parametrize("notebook", COMPONENTS, ids=identifier)
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot fork")
+def test_notebook_runs(notebook, forks, tmp_path):
+    check(notebook, "", forks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", WITH_SLOW_CELLS, ids=identifier)
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot fork")
+def test_notebook_runs_with_its_slow_cells(notebook, forks, tmp_path):
+    check(notebook, "slow", forks, tmp_path)

@@ -31,6 +31,7 @@ from ..baselines.methods import method_title
 from .experiment import Experiment, open_experiment
 from ..client.client import Client
 from ..data.domains import Domain
+from ..data.images import rgb_image
 from ..data.samples import class_names
 from ..describe.dpp import unit_rows
 from ..describe.proxies import SELECTION_METHODS, select_proxies
@@ -50,7 +51,7 @@ def _drawn(size: int, most: int, random_state: int) -> np.ndarray:
 
 def _picture(image: Image.Image, pixels: int) -> str:
     "A data URI of an image, fitted into a square."
-    small = image.convert("RGB")
+    small = image.copy()
     small.thumbnail((pixels, pixels))
     small = ImageOps.pad(small, (pixels, pixels), color="white")
     small.save(buffer := io.BytesIO(), "WEBP", quality=70)
@@ -66,7 +67,7 @@ def _words(prompt: str) -> str:
 def _samples(data: Dataset, pixels: int) -> list[str]:
     "What is shown of each sample."
     if "image" in data.column_names:
-        return [_picture(image, pixels) for image in data["image"]]
+        return [_picture(rgb_image(data, row), pixels) for row in range(len(data))]
     return [_words(prompt) for prompt in data["prompt"]]
 
 
