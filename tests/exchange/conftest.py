@@ -3,31 +3,17 @@
 import pytest
 import torch
 from exchange.small_decoders import GATED, randomise
+from models.families import FAMILIES
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
 )
 
 from harmomoe.models.decoder import DecoderSeed
 from harmomoe.models.unified import UnifiedModel
 from harmomoe.moe.router import RouterSettings
-
-FAMILIES = dict(
-    llama=LlamaConfig,
-    mistral=MistralConfig,
-    qwen2=Qwen2Config,
-    qwen3=Qwen3Config,
-    olmo2=Olmo2Config,
-    gemma2=Gemma2Config,
-)
 
 
 @pytest.fixture(scope="session")
