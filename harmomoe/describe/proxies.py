@@ -26,6 +26,7 @@ from fastcore.basics import patch
 from PIL import Image, ImageOps
 from sklearn.manifold import TSNE
 
+from ..base.schema import one_line
 from ..data.images import rgb_image
 from .dpp import as_float64, greedy_map, log_det, unit_rows, weighted_kernel
 
@@ -188,18 +189,19 @@ def _label(schema, columns, form, wrong):
 
 def _other_columns(columns, schema, nulls=0):
     wanted, found = (", ".join(f"{c.name} {c.type}" for c in part) for part in (columns, schema))
-    found = f"{found:.200}" + f" with {nulls} nulls" * (nulls > 0)
+    found = one_line(found) + f" with {nulls} nulls" * (nulls > 0)
     return f"must have the columns {wanted} without nulls, but has {found}."
 
 # %% ../../nbs/describe/03_proxies.ipynb #6f88ca66
 def _rows(parquet, columns, most):
     "All rows as one table. Raises ValueError as soon as there are too many, or a null."
-    batches, rows = [], 0
-    # counted while reading: a stranger's footer may claim any number of rows, and asking it about
-    # its column chunks can end the process where they are malformed
+    batches, rows, wrong = [], 0, f"holds more rows than the pool has samples, {most}."
+    _require(parquet.metadata.num_rows <= most, wrong)
+    # counted while reading, too: a stranger's footer may claim any number of rows, and asking it
+    # about its column chunks can end the process where they are malformed
     for batch in parquet.iter_batches():
         rows += len(batch)
-        _require(rows <= most, f"holds more rows than the pool has samples, {most}.")
+        _require(rows <= most, wrong)
         nulls = sum(column.null_count for column in batch.columns)
         _require(not nulls, _other_columns(columns, columns, nulls))
         batches.append(batch)
@@ -215,7 +217,7 @@ def _read_table(file, columns, form, wrong, most=math.inf):
             return _rows(parquet, columns, most), label
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{file} can't be read as parquet; have it written again. ({error})"
+            f"{file} can't be read as parquet; have it written again. ({one_line(error)})"
         ) from None
     except ValueError as error:
         raise ValueError(f"{file} {error}") from None

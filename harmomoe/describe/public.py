@@ -18,7 +18,7 @@ from datasets import Dataset
 from fastcore.basics import patch
 from torch import Tensor
 
-from ..base.artefacts import digest, shared_stage
+from ..base.artefacts import digest, stage
 from ..config.settings import Config
 from ..data.domains import Domain, fingerprint
 from .embeddings import cached_embeddings
@@ -67,7 +67,7 @@ def means(
         found = form_means(form, seed, seed.backbone, self.sample, reach)
         np.save(partial / "means.npy", found.numpy())
 
-    path = shared_stage(Path(self.folder, f"means-{digest(inputs)[:12]}"), "means", inputs, build)
+    path = stage(Path(self.folder, f"means-{digest(inputs)[:12]}"), "means", inputs, build)
     return torch.from_numpy(np.load(path / "means.npy"))
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
-from ..base.schema import all_finite, read_tensors
+from ..base.schema import all_finite, one_line, read_tensors
 from ..data.samples import expert_data
 from ..models.seed import Seed
 from ..models.training import check_finite
@@ -66,7 +66,7 @@ def layer_means(
 def _check_form(form: str) -> None:
     if form not in FORMS:
         raise ValueError(
-            f"the form of routing vectors is {form!r}, but must be one of {', '.join(FORMS)}."
+            f"the form of routing vectors is {form!r:.80}, but must be one of {', '.join(FORMS)}."
         )
 
 
@@ -127,7 +127,7 @@ def load(
     path = Path(folder, FILE)
     tensors, metadata = read_tensors(path)
     if tensors.keys() != {"vectors", "biases"}:
-        found = ", ".join(sorted(tensors)) or "nothing"
+        found = one_line(", ".join(sorted(tensors))) or "nothing"
         raise ValueError(f"{path} must hold 'vectors' and 'biases', but holds {found}.")
     for name, tensor in tensors.items():
         if not all_finite(tensor):

@@ -2,6 +2,7 @@
 says where."""
 
 import json
+import os
 import struct
 from dataclasses import dataclass, field
 
@@ -9,7 +10,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from harmomoe.base.schema import DEEPEST, STRICT, all_finite, parse, read_json, read_tensors
+from harmomoe.base.schema import (
+    DEEPEST,
+    JSON_BYTES,
+    STRICT,
+    all_finite,
+    check_name,
+    check_names,
+    one_line,
+    parse,
+    read_json,
+    read_tensors,
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +70,7 @@ def test_values_become_an_instance_with_defaults_for_what_is_not_said():
         ),
         ({"name": "a", "": 1}, "it: unknown field ''."),
         ({"name": "a", "inner": 5}, "it: inner is 5. Input should be"),
-        ({"name": "a", "inner": {"rank": 0}}, "it: rank is 0, but must be positive."),
+        ({"name": "a", "inner": {"rank": 0}}, "rank is 0, but must be positive."),
         (
             {"name": "a", "inner": {"rank": 1.5}},
             "it: inner.rank is 1.5. Input should be a valid int",
@@ -75,7 +87,7 @@ def test_values_become_an_instance_with_defaults_for_what_is_not_said():
             {"name": "a", "parts": {"0": {}}},
             "it: parts is {'0': {}}. Input should be a valid list.",
         ),
-        ({"name": "a", "parts": [{}, {"rank": -1}]}, "it: rank is -1, but must be positive."),
+        ({"name": "a", "parts": [{}, {"rank": -1}]}, "rank is -1, but must be positive."),
         ([1, 2], "it: it is [1, 2]."),
         ("Outer", "it: it is 'Outer'."),
         (None, "it: it is None."),
@@ -102,6 +114,96 @@ def test_a_message_is_short_whatever_was_written(value):
     with pytest.raises(ValueError) as caught:
         parse(Outer, value, "it")
     assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("mark", ["\n", "\x1b[31m", "\u202e", "\ud800", "\0"], ids=ascii)
+def test_a_message_is_one_line_that_a_terminal_shows_as_it_is(mark):
+    for value in (
+        {"name": "a", f"x{mark}y": 1},
+        {"name": "a", "files": {f"x{mark}y": 3}},
+        {"name": "a", "files": {f"x{mark}y": {f"r{mark}": 3}}},
+        {"name": [mark]},
+    ):
+        with pytest.raises(ValueError) as caught:
+            parse(Outer, value, "it")
+        assert str(caught.value).isprintable()
+
+
+def test_text_of_others_becomes_one_short_line():
+    assert one_line("märchen: 東京") == "märchen: 東京"
+    assert one_line(ValueError("one\n\ttwo ")) == "one two"
+    assert one_line("a\x1b[31m\ud800") == r"a\x1b[31m\ud800"
+    assert len(one_line("\x1b" * 10**6)) == 200 and len(one_line("x" * 10**6, 40)) == 40
+
+
+# ---- names
+
+
+@pytest.mark.parametrize(
+    "name", ["a", "7", "flags", "St.Mary_3-b", "x" * 64, "seeds", "a..", "-a", "_", "CON"]
+)
+def test_ordinary_names_pass(name):
+    check_name(name)
+
+
+WRONG = {
+    "empty": "",
+    "blank": " ",
+    "a blank": "St. Mary",
+    "the seed's": "seed",
+    "the seed's in capitals": "SEED",
+    "parent": "..",
+    "this folder": ".",
+    "hidden": ".a",
+    "a path": "a/b",
+    "a path upwards": "../a",
+    "an absolute path": "/etc/passwd",
+    "a path of Windows": "a\\b",
+    "a drive": "C:",
+    "home": "~",
+    "a variable": "$HOME",
+    "a pattern": "*",
+    "a line break": "a\nb",
+    "a line break at the end": "a\n",
+    "no character": "a\0b",
+    "an escape sequence": "\x1b[31ma",
+    "a mark that turns the text around": "a\u202eb",
+    "half a character": "\ud800",
+    "a tab": "a\tb",
+    "quotes": "a'b",
+    "letters of other alphabets": "東京",
+    "letters that look like others": "\u0430",
+    "digits of other alphabets": "\u0661",
+    "a ligature": "\ufb01",
+    "65 letters": "x" * 65,
+    "a number": 7,
+    "nothing": None,
+    "a list": ["a"],
+    "bytes": b"a",
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_names_that_lead_elsewhere_or_cannot_be_shown_are_refused(what):
+    with pytest.raises(ValueError, match="must be 1 to 64 letters") as caught:
+        check_name(WRONG[what])
+    assert str(caught.value).isprintable()
+
+
+def test_the_message_about_a_long_name_is_short():
+    with pytest.raises(ValueError) as caught:
+        check_name("x" * 10**6)
+    assert len(str(caught.value)) < 300
+
+
+def test_names_that_differ_in_case_alone_are_one():
+    check_names(["a", "b", "A.b"])
+    check_names([])
+    for first, second in (("a", "a"), ("a", "A"), ("Ward_B", "wARD_b")):
+        with pytest.raises(ValueError, match=f"two clients are called '{first}' and '{second}'"):
+            check_names(name for name in ("x", first, "y", second))
+    with pytest.raises(ValueError, match="the client's name '../a'"):
+        check_names(["a", "../a"])
 
 
 # ---- JSON files
@@ -147,6 +249,51 @@ def test_what_is_nested_less_is_not(file):
     assert read_json(dict, file) == value
     file.write_text(json.dumps(dict(name="a", inner={"rank": 2})))
     assert read_json(Outer, file).inner.rank == 2
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', '[{"b": {"a": 1, "c": 2, "a": 1}}]'])
+def test_a_key_that_occurs_twice_has_no_value(text, trusted, file):
+    file.write_text(text)
+    with pytest.raises(ValueError, match="some.json is no JSON .the key 'a' occurs twice"):
+        read_json(dict, file, trusted)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "9" * 400])
+def test_numbers_that_are_none_are_refused_from_strangers(number, file):
+    "This machine's own measurements may be NaN."
+    file.write_text('{"a": [1, %s]}' % number)
+    assert len(read_json(dict, file)["a"]) == 2
+    with pytest.raises(
+        ValueError, match=f"is no JSON .{number[:20]} is no finite number"
+    ) as caught:
+        read_json(dict, file, trusted=False)
+    assert len(str(caught.value)) < 300
+
+
+def test_numbers_are_read_alike_whoever_wrote_them(file):
+    file.write_text("[0, -3, 12345678901234567890, 1.5, -0.0, 1e5, 2E-3, true]")
+    one, two = (read_json(list, file, trusted) for trusted in (True, False))
+    assert one == two and [type(x) for x in one] == [type(x) for x in two]
+
+
+def test_a_file_of_strangers_has_a_size(file):
+    file.write_text(f'{{"a": "{"x" * JSON_BYTES}"}}')
+    assert len(read_json(dict, file)["a"]) == JSON_BYTES
+    with pytest.raises(ValueError, match="some.json is larger than 1,048,576 bytes"):
+        read_json(dict, file, trusted=False)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_what_is_no_ordinary_file_is_not_opened(kind, file):
+    "A pipe would hang for ever, and a device never end."
+    if kind == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        (os.mkfifo if kind == "pipe" else os.mkdir)(file)
+    for read in (lambda: read_json(dict, file), lambda: read_tensors(file)):
+        with pytest.raises(ValueError, match="some.json is no ordinary file"):
+            read()
 
 
 def test_a_file_that_is_not_there_is_another_error(tmp_path):

@@ -2,10 +2,15 @@
 of one shard."""
 
 import ctypes
+import errno
 import io
 import multiprocessing
 import os
+import resource
+import shutil
+import subprocess
 import tracemalloc
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +21,7 @@ from PIL import Image as PILImage
 
 import harmomoe.base.artefacts
 import harmomoe.data.domains
+import harmomoe.describe.embeddings
 from harmomoe.data.domains import fingerprint
 from harmomoe.describe.embeddings import cached_embeddings
 from harmomoe.describe.proxies import select_proxies
@@ -140,7 +146,8 @@ def test_a_finished_cache_is_only_read(tiny_seed, tiny_benchmark, tmp_path, monk
     pool = tiny_benchmark.pool.train
     first = cached_embeddings(tiny_seed, pool, tmp_path / "pool")
     # as on a disk that cannot be written to
-    monkeypatch.setattr(harmomoe.base.artefacts, "FileLock", None)
+    monkeypatch.setattr(harmomoe.base.artefacts, "_locked", None)
+    monkeypatch.setattr(harmomoe.describe.embeddings, "reserve", None)
     assert np.array_equal(cached_embeddings(tiny_seed, pool, tmp_path / "pool"), first)
 
 
@@ -164,6 +171,145 @@ def test_nothing_to_embed_is_an_error_before_anything_is_written(
     with pytest.raises(ValueError, match="needs samples and shards of one row or more"):
         cached_embeddings(tiny_seed, few, tmp_path / "pool", shard=shard)
     assert not any(tmp_path.iterdir())
+
+
+def test_files_are_those_that_numpy_writes(tiny_seed, tiny_benchmark, tmp_path):
+    pool = tiny_benchmark.pool.train.select(range(30))
+    found = cached_embeddings(tiny_seed, pool, tmp_path / "pool", shard=12)
+    np.save(tmp_path / "again.npy", np.array(found))
+    file = tmp_path / "pool" / "embeddings.npy"
+    assert file.read_bytes() == (tmp_path / "again.npy").read_bytes()
+
+
+def test_a_seed_that_embeds_in_another_size_than_it_says_is_refused(
+    tiny_seed, tiny_benchmark, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tiny_seed, "embedding_size", tiny_seed.embedding_size + 1)
+    with pytest.raises(ValueError, match="embeds 40 samples as .*, but says that an embedding has"):
+        cached_embeddings(tiny_seed, tiny_benchmark.pool.train, tmp_path / "pool", shard=40)
+
+
+# ---- a full disk
+
+
+@contextmanager
+def disk(folder, size):
+    "A disk of a few MB."
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("may not mount a small disk here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def wide(tiny_seed, monkeypatch):
+    "The tiny seed with 2000 numbers for each sample: 720 kB for 90; and how many rows it embeds."
+    calls = []
+
+    def embed(dataset, **options):
+        calls.append(len(dataset))
+        return torch.arange(2000.0).repeat(len(dataset), 1) + sum(calls)
+
+    monkeypatch.setattr(tiny_seed, "embed", embed)
+    monkeypatch.setattr(tiny_seed, "embedding_size", 2000)
+    return calls
+
+
+def test_a_disk_without_room_for_shards_and_the_whole_is_an_error_before_the_first_sample(
+    tiny_seed, tiny_benchmark, tmp_path, wide
+):
+    with disk(tmp_path / "disk", 1) as small:  # one of the two would fit
+        with pytest.raises(OSError) as caught:
+            cached_embeddings(tiny_seed, tiny_benchmark.pool.train, small / "pool", shard=40)
+        assert caught.value.errno == errno.ENOSPC and wide == []
+        needed = 2 * 90 * 2000 * 4 + 4 * (1 << 14)
+        assert caught.value.strerror.startswith(
+            f"the embeddings of 90 samples have no room in {small / 'pool'}: {needed:,} bytes are "
+            "needed, but 1,04"
+        )
+        assert "Free some space, or choose a folder on another disk." in caught.value.strerror
+        assert os.listdir(small) == [".pool.unfinished"]
+        assert os.listdir(small / ".pool.unfinished") == ["made_from.json"]
+
+
+def fill(folder):
+    "Take all the room that is left on a disk."
+    with pytest.raises(OSError), open(folder / "junk", "ab", buffering=0) as junk:
+        for size in (1 << 16, 1 << 12, 1):
+            while True:
+                try:
+                    junk.write(bytes(size))
+                except OSError:
+                    break
+        raise OSError
+
+
+def test_a_disk_that_others_fill_meanwhile_costs_nothing(
+    tiny_seed, tiny_benchmark, tmp_path, wide, monkeypatch
+):
+    embed, pool = tiny_seed.embed, tiny_benchmark.pool.train
+    with disk(tmp_path / "disk", 2) as small:
+
+        def filling(dataset, **options):
+            fill(small)
+            return embed(dataset, **options)
+
+        monkeypatch.setattr(tiny_seed, "embed", filling)
+        found = np.array(cached_embeddings(tiny_seed, pool, small / "pool", shard=40))
+        assert (small / "junk").stat().st_size > 100_000 and wide == [40, 40, 10]
+        assert sorted(os.listdir(small)) == ["junk", "pool"]
+    rows = np.repeat([40.0, 80.0, 90.0], [40, 40, 10])
+    assert np.array_equal(found, np.arange(2000.0) + rows[:, None])
+
+
+def test_shards_that_are_there_need_no_room_again(
+    tiny_seed, tiny_benchmark, tmp_path, wide, monkeypatch
+):
+    pool, embed = tiny_benchmark.pool.train, tiny_seed.embed
+    with disk(tmp_path / "disk", 2) as small:
+
+        def cut(dataset, **options):
+            if len(wide) == 2:
+                raise KeyboardInterrupt
+            return embed(dataset, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(tiny_seed, "embed", cut)
+            with pytest.raises(KeyboardInterrupt):
+                cached_embeddings(tiny_seed, pool, small / "pool", shard=40)
+        assert os.listdir(small) == [".pool.unfinished"]  # what was reserved is given back
+        (small / "junk").write_bytes(bytes(500_000))
+        assert shutil.disk_usage(small).free < 1_000_000
+        assert len(cached_embeddings(tiny_seed, pool, small / "pool", shard=40)) == 90
+        assert wide == [40, 40, 10]
+
+
+def told(seed, pool, folder, connection):
+    "Embed where no file may be larger than 500 kB; send what is said."
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, resource.RLIM_INFINITY))
+    try:
+        cached_embeddings(seed, pool, folder, shard=40)
+    except OSError as error:
+        connection.send((error.errno, error.strerror))
+
+
+def test_a_limit_on_files_is_an_error_before_the_first_sample(
+    tiny_seed, tiny_benchmark, tmp_path, wide, monkeypatch
+):
+    monkeypatch.setattr(tiny_seed, "embed", None)
+    receive, send = multiprocessing.Pipe(duplex=False)
+    given = tiny_seed, tiny_benchmark.pool.train, tmp_path / "pool", send
+    alone = multiprocessing.get_context("fork").Process(target=told, args=given)
+    alone.start()
+    alone.join()
+    assert alone.exitcode == 0
+    number, said = receive.recv()
+    file = tmp_path / "pool" / "embeddings.npy"
+    assert number == errno.EFBIG and said.startswith(f"{file} cannot be written: File too large.")
 
 
 # ---- memory

@@ -412,6 +412,7 @@ def test_what_is_kept_and_what_is_sent_are_not_taken_for_each_other(saved, sent)
         (dict(id=[[k] for k in IDS]), "id list"),
         (dict(id=None, ids=IDS), "has ids int64"),
         (dict(relevance=IDS / 10), "has id int64, relevance double"),
+        ({"id": IDS, "a\n\x1b": IDS}, r"has id int64, a .x1b int64"),
         (dict(metadata={b"format": None}), "holds no proxy ids"),
         (dict(metadata={b"format": b"harmomoe.proxy-ids/9"}), "holds no proxy ids"),
         (dict(metadata={b"format": b"\xff"}), "holds no proxy ids"),

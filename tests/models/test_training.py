@@ -1,6 +1,10 @@
 """The loop: what it minimises, how it steps, and that a training which was interrupted ends as if
 it had not been."""
 
+import errno
+import multiprocessing
+import os
+import resource
 from dataclasses import replace
 
 import numpy as np
@@ -65,8 +69,8 @@ def texts():
 @pytest.mark.parametrize(
     "wrong, said",
     [
-        (dict(optimizer="adam"), "'adam' is neither"),
-        (dict(precision="fp16"), "'fp16' is neither 'no' nor 'bf16'"),
+        (dict(optimizer="adam"), "optimizer is 'adam', but must be one of sgd, adamw"),
+        (dict(precision="fp16"), "precision is 'fp16', but must be one of no, bf16"),
         (dict(batch_size=0), "batch_size is 0"),
         (dict(epochs=-1), "epochs is -1"),
         (dict(learning_rate=0), "learning_rate is 0"),
@@ -76,6 +80,13 @@ def texts():
         (dict(accumulation=0), "accumulation is 0"),
         (dict(clip=0.0), "clip is 0.0"),
         (dict(clip=-1.0), "clip is -1.0"),
+        (dict(clip=float("inf")), "clip is inf, but must be a number above 0 .* or None"),
+        (dict(epochs=True), "epochs is True, but must be a whole number from 0 to 100,000"),
+        (dict(epochs=1.0), "epochs is 1.0"),
+        (dict(batch_size=None), "batch_size is None, but must be a whole number"),
+        (dict(learning_rate="fast"), "learning_rate is 'fast', but must be a number above 0"),
+        (dict(learning_rate=10**400), "learning_rate is 1000"),
+        (dict(momentum=1.0), "momentum is 1.0, but must be a number at least 0 and below 1"),
     ],
     ids=str,
 )
@@ -408,6 +419,33 @@ def test_nothing_is_written_before_its_time(images, tmp_path):
     train(seed, adapted(seed), data, classes, SHORT, checkpoint=Checkpoint(tmp_path, seconds=60))
     assert list(tmp_path.iterdir()) == [] and Checkpoint(tmp_path).read() is None
     assert not Checkpoint(tmp_path).due() and Checkpoint(tmp_path, seconds=0).due()
+
+
+def told(where, connection):
+    "Write where no file may be larger than 100 kB; send what is said."
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    try:
+        where.write(dict(weight=torch.zeros(100_000)), {})
+    except OSError as error:
+        connection.send((error.errno, error.strerror))
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named(tmp_path):
+    where = Checkpoint(tmp_path)
+    where.write(dict(weight=torch.ones(1)), dict(epoch=1))
+    before = where.file.read_bytes()
+    receive, send = multiprocessing.Pipe(duplex=False)
+    alone = multiprocessing.get_context("fork").Process(target=told, args=(where, send))
+    alone.start()
+    alone.join()
+    assert alone.exitcode == 0
+    number, said = receive.recv()
+    assert number == errno.EFBIG
+    assert said.startswith(f"{where.file} cannot be written: File too large. Raise the limit")
+    assert os.listdir(tmp_path) == [where.file.name] and where.file.read_bytes() == before
+    nowhere = Checkpoint(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=f"{nowhere.file} cannot be written: No such file"):
+        nowhere.write({}, {})
 
 
 def test_what_cannot_be_written_leaves_the_last_checkpoint_whole(images, tmp_path, monkeypatch):
