@@ -8,11 +8,12 @@ Docs: https://harmomoe.github.io/harmomoe/data/domains.html.md"""
 __all__ = ['SPLITS', 'SAMPLE_LAYOUT', 'Domain', 'Benchmark', 'stratified_split', 'three_splits', 'stratified_sample',
            'split_alias', 'list_domains', 'load_domain', 'load_benchmark', 'fingerprint']
 
-# %% ../../nbs/data/03_domains.ipynb #750f843c
+# %% ../../nbs/data/03_domains.ipynb #2ef04d75
 import hashlib
 import json
 import os
 import re
+import warnings
 import weakref
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -24,25 +25,30 @@ import pyarrow.parquet as pq
 from datasets import ClassLabel, Dataset, Features, Image
 from fastcore.basics import patch
 
+# %% ../../nbs/data/03_domains.ipynb #1c61b3ff
 from harmomoe.data.images import (
     FOLDER_LAYOUT,
     HUB_ID,
     PARQUET_LAYOUT,
     SPLIT_NAMES,
+    check_on_error,
     folder_parts,
     has_shards,
     hub_dataset,
     hub_parts,
+    images_below,
     labels_of,
     parquet_files,
     parquet_parts,
 )
 from harmomoe.data.texts import (
+    HOW_TO_CONVERT,
     NAMED_TEXTS,
     TEXT_FILES,
     TEXT_SUFFIXES,
     hub_texts,
     load_texts,
+    other_files,
     text_files,
 )
 
@@ -238,7 +244,7 @@ def take(
     }
     return replace(self, **parts)
 
-# %% ../../nbs/data/03_domains.ipynb #5254e254
+# %% ../../nbs/data/03_domains.ipynb #5bb430db
 def split_alias(
     spec: str | Path,  # `source` or `alias=source`
 ) -> tuple[str | None, str]:  # alias or None, and the source
@@ -255,19 +261,20 @@ def list_domains(
     """The domains of a folder: NAME for NAME_train.parquet and its siblings, for NAME.parquet,
     and for a folder NAME."""
     suffix = re.compile(
-        rf"(_({'|'.join(SPLIT_NAMES)}))?({'|'.join(map(re.escape, TEXT_SUFFIXES))})$"
+        rf"(_({'|'.join(SPLIT_NAMES)}))?({'|'.join(map(re.escape, TEXT_SUFFIXES))})$",
+        re.IGNORECASE,
     )
     shown = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
-    found = [entry for entry in shown if entry.is_dir() or entry.name.endswith(TEXT_SUFFIXES)]
-    return sorted({suffix.sub("", entry.name) for entry in found})
+    files = {suffix.sub("", e.name) for e in shown if e.name.lower().endswith(TEXT_SUFFIXES)}
+    return sorted(files | {entry.name for entry in shown if entry.is_dir()})
 
-# %% ../../nbs/data/03_domains.ipynb #1dc48a76
-def _repository_parts(repository: str, where: str) -> dict[str, Dataset]:
+# %% ../../nbs/data/03_domains.ipynb #28af63de
+def _repository_parts(repository: str, where: str, on_error: str) -> dict[str, Dataset]:
     "Splits of a repository on the hub, or of a copy of it."
     splits = hub_dataset(repository)
     features = next(iter(splits.values())).features
     images = any(isinstance(feature, Image) for feature in features.values())
-    return (hub_parts if images else hub_texts)(splits, where)
+    return (hub_parts if images else hub_texts)(splits, where, on_error)
 
 
 def _holds_images(files: dict[str, Path]) -> bool:
@@ -278,7 +285,7 @@ def _holds_images(files: dict[str, Path]) -> bool:
         return True
 
 
-def _parts_from_hub(source: str) -> dict[str, Dataset]:
+def _parts_from_hub(source: str, on_error: str) -> dict[str, Dataset]:
     "Splits of what is not on disk. FileNotFoundError lists what was tried."
     repository = NAMED_TEXTS.get(source, source)
     tried = (
@@ -290,42 +297,80 @@ def _parts_from_hub(source: str) -> dict[str, Dataset]:
             f"{tried}, and no id on the Hugging Face hub (owner/name or owner/name:config)"
         )
     try:
-        return _repository_parts(repository, source)
+        return _repository_parts(repository, source, on_error)
     except OSError as error:
         raise FileNotFoundError(f"{tried}, and not from the hub. {error}") from error
 
-# %% ../../nbs/data/03_domains.ipynb #7c7d03f6
-def _source_parts(source: str) -> dict[str, Dataset]:
+# %% ../../nbs/data/03_domains.ipynb #1e792409
+def _refuse_both(source: str, file: Path) -> None:
+    "ValueError if a folder by the name of files of rows holds folders or images."
+    image = None if has_shards(source) else next(images_below(source), None)
+    if image:
+        raise ValueError(
+            f"{source}: {file} and {image} go by one name; keep the file or the folder of images"
+        )
+
+
+def _source_parts(source: str, on_error: str) -> dict[str, Dataset]:
     "Some of train, validation, test: the splits that a source has."
     path = Path(source).expanduser()
     files, texts = parquet_files(path), text_files(path)
+    if files or texts:
+        _refuse_both(str(path), next(iter({**texts, **files}.values())))
     if files and _holds_images(files):
-        return parquet_parts(files)
+        return parquet_parts(files, on_error)
     if texts:
-        return load_texts(path)
+        return load_texts(path, on_error)
     if has_shards(path):
-        return _repository_parts(str(path), source)
+        return _repository_parts(str(path), source, on_error)
     if path.is_dir() and next(path.glob("*.parquet"), None):
         raise ValueError(
             f"{source} holds several domains: {', '.join(list_domains(path))}; name one, as "
             f"{source}/NAME"
         )
+    others = other_files(path)
+    if others and next(images_below(path), None) is None:
+        raise ValueError(f"{others[0]} is not read. {HOW_TO_CONVERT}")
     if path.is_dir():
-        return folder_parts(path)
+        return folder_parts(path, on_error)
     if path.exists():
         raise ValueError(
             f"{source} is neither a folder nor a file of rows. Expected {PARQUET_LAYOUT}, or "
             f"texts: {TEXT_FILES}"
         )
-    return _parts_from_hub(source)
+    return _parts_from_hub(source, on_error)
 
-# %% ../../nbs/data/03_domains.ipynb #b712f798
+# %% ../../nbs/data/03_domains.ipynb #77f3a2ce
+def _check_learnt(parts: dict[str, Dataset], where: str) -> None:
+    "ValueError for a class of images without a training sample; a warning if it has none at all."
+    features = parts["train"].features if "train" in parts else {}
+    if "image" not in features:
+        return
+    names = np.array(features["label"].names)
+    seen = {split: np.isin(range(len(names)), labels_of(part)) for split, part in parts.items()}
+    unlearnt = [split for split in parts if (seen[split] & ~seen["train"]).any()]
+    if unlearnt:
+        classes = names[seen[unlearnt[0]] & ~seen["train"]].tolist()
+        raise ValueError(
+            f"{where}: {unlearnt[0]} has samples of {len(classes)} classes that train lacks, such "
+            f"as {classes[:5]}; add some to train, or take them out"
+        )
+    if not seen["train"].all():
+        classes = names[~seen["train"]].tolist()
+        warnings.warn(
+            f"{where}: {len(classes)} of {len(names)} classes have no sample, such as "
+            f"{classes[:5]}; they stay among the names to choose from",
+            stacklevel=3,
+        )
+
+# %% ../../nbs/data/03_domains.ipynb #b04b1974
 def load_domain(
     # folder, file, path prefix of files, hub id or key of NAMED_TEXTS; maybe `alias=` in front
     source: str | Path,
     name: str | None = None,  # default: the alias, or the last part of the source
     random_state: int = 0,  # which rows a missing split is carved from
     whole_train: bool = False,  # for a pool: a missing validation split is not taken from train
+    on_error: str = "raise",  # "skip" leaves out, counts and lists rows that cannot be read
 ) -> Domain:  # images as they are stored, or texts
     """Loads one domain. FileNotFoundError lists what was tried; ValueError says what is
     malformed, and where."""
@@ -334,18 +379,21 @@ def load_domain(
         raise ValueError(
             "the source of a domain is empty; give a folder, a file of rows or a hub id"
         )
-    parts = _source_parts(source)
+    check_on_error(on_error)
+    parts = _source_parts(source, on_error)
+    _check_learnt(parts, source)
     last = Path(source).expanduser().name.partition(":")[0]
-    stem = re.sub(rf"({'|'.join(map(re.escape, TEXT_SUFFIXES))})$", "", last)
+    stem = re.sub(rf"({'|'.join(map(re.escape, TEXT_SUFFIXES))})$", "", last, flags=re.IGNORECASE)
     return Domain(name or alias or stem, **three_splits(parts, source, random_state, whole_train))
 
-# %% ../../nbs/data/03_domains.ipynb #c3864bd2
+# %% ../../nbs/data/03_domains.ipynb #90f6c97a
 def load_benchmark(
     data: str | Path,  # folder that holds all domains
     # names in that folder, `a,b` or a list, each maybe as `alias=name`
     clients: str | list[str] | None = None,
     pool: str | None = None,  # name of the public pool in that folder, maybe as `alias=name`
     random_state: int = 0,  # which rows missing splits are carved from
+    on_error: str = "raise",  # as for `load_domain`
 ) -> Benchmark:  # named after the folder; the pool's train split is whole
     """Loads a pool and its clients from one folder. ValueError or FileNotFoundError list the
     domains that the folder has."""
@@ -369,6 +417,7 @@ def load_benchmark(
             alias or source,
             random_state,
             whole_train=number == 0,  # the pool
+            on_error=on_error,
         )
         for number, (alias, source) in enumerate(wanted)
     ]

@@ -77,3 +77,5 @@ def test_papers_benchmarks_come_from_the_hub_or_a_folder(kind, monkeypatch, tiny
     assert asked == [(function, None), (function, "some/folder")]
     with pytest.raises(ValueError, match="has its own pool"):
         open_benchmark(kind, pool="pool")
+    with pytest.raises(ValueError, match="must be whole; on_error='skip' is for one's own folders"):
+        open_benchmark(kind, on_error="skip")

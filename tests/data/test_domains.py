@@ -563,8 +563,11 @@ def test_wrong_source(source, error, message):
 
 def test_source_is_another_kind_of_file(tmp_path):
     (tmp_path / "a.csv").write_text("image,label")
-    with pytest.raises(ValueError, match="neither a folder nor a file of rows"):
+    with pytest.raises(ValueError, match="a.csv is not read. Files of rows are .parquet"):
         load_domain(tmp_path / "a.csv")
+    (tmp_path / "a.bin").write_bytes(b"image")
+    with pytest.raises(ValueError, match="neither a folder nor a file of rows"):
+        load_domain(tmp_path / "a.bin")
 
 
 def test_benchmark_from_a_folder(tmp_path):

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel, Dataset
 
+from harmomoe.data.domains import load_domain
 from harmomoe.data.images import hub_dataset
 from harmomoe.data.texts import (
     LAYOUTS,
@@ -461,3 +462,134 @@ def test_real_texts(name, sizes, letters):
             shares = np.bincount(part["label"], minlength=len(letters)) / len(part)
             assert part.features["label"].names == list(letters)
             assert abs(shares - 1 / len(letters)).max() < 0.02
+
+
+# ---- what others write
+
+
+QUESTION = dict(question="Which?", choices=["x", "y"], answer=0)
+
+
+def parquet_rows(path, rows, **columns):
+    "Rows of parquet; `columns` replaces whole columns by Arrow arrays."
+    table = pa.Table.from_pylist(rows)
+    for name, column in columns.items():
+        table = table.set_column(table.schema.get_field_index(name), name, column)
+    pq.write_table(table, path)
+    return path
+
+
+def test_bytes_are_read_as_utf8(tmp_path):
+    rows = [QUESTION | dict(question="Wër?".encode(), choices=[b"x", b"y"])] * 4
+    part = load_texts(parquet_rows(tmp_path / "x.parquet", rows))["train"]
+    assert part["prompt"][0] == "Question: Wër?\n(A) x\n(B) y\nAnswer:"
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        (dict(question=b"\xff"), r"column question holds bytes that are no UTF-8: b'\\xff'"),
+        (dict(choices=[b"x", b"\xff"]), "column choices holds bytes that are no UTF-8"),
+        (dict(question="\ud800"), "column question holds half of a character"),
+        (dict(question="x" * 1_000_001), "column question holds 1,000,001 characters; at most"),
+        (dict(question=float("nan")), "the question is empty"),
+        (dict(question=dict(en="Which?")), "column question holds .*en.*; expected text"),
+        (dict(question=["Which?"]), "column question holds .*; expected text"),
+        (dict(choices=[dict(text="x"), dict(text="y")]), "column choices holds {'text': 'x'}"),
+        (dict(choices=[["x"], ["y"]]), r"column choices holds \['x'\]; expected text"),
+        (dict(choices=dict(text=["x", "y"], label=5)), "names of the choices are no list, but 5"),
+        (dict(choices=dict(text=5, label=["A"])), "the choices are no list, but 5"),
+        (dict(answer=10**400), "the answer is '1000"),
+        (dict(answer=1.0), "the answer is '1.0', none of"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_odd_cells_are_refused_with_row_and_column(changes, said):
+    rows = [QUESTION, QUESTION, QUESTION | changes]
+    with pytest.raises(ValueError, match=f"^here, row 2: .*({said})") as caught:
+        text_dataset(rows, "here")
+    assert len(str(caught.value)) < 900
+
+
+def test_nan_is_an_empty_cell_and_numbers_are_text():
+    rows = [QUESTION | dict(context=float("nan"), choices=[21, 2.5]), QUESTION]
+    part = text_dataset(rows, "here")
+    assert part["prompt"][0] == "Question: Which?\n(A) 21\n(B) 2.5\nAnswer:"
+
+
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        ("a.jsonl", b'{"a": 1}\n' + b"[" * 99_999, "a.jsonl, line 2: no JSON .too many brackets"),
+        ("a.json", b"[" * 99_999, "a.json, line 1: no JSON .too many brackets"),
+        ("a.jsonl", b'{"a": ' + b"9" * 5_000 + b"}", "a.jsonl, line 1: no JSON .Exceeds the limit"),
+        ("a.jsonl", b'{"a": 1}\n\n{"a": "\xff"}', "a.jsonl is no text in UTF-8 .line 3"),
+        ("a.json", "[{}]".encode("utf-16"), "a.json is no text in UTF-8"),
+        ("a.jsonl", b'{"a": 1}\nNaN', "a.jsonl, row 1: nan is no object"),
+        ("a.jsonl", b"question,choices\nWhich?,x", "a.jsonl, line 1: no JSON"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_odd_files_are_refused_with_file_and_line(name, content, said, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=said) as caught:
+        load_texts(tmp_path / name)
+    assert len(str(caught.value)) < 500
+
+
+def test_ragged_rows_are_those_that_lack_a_cell(tmp_path):
+    rows = [QUESTION, QUESTION | dict(more=1), dict(question="Which?", answer=0)]
+    write(tmp_path / "x.jsonl", rows)
+    with pytest.raises(ValueError, match="x.jsonl, row 2: the choices are no list, but None"):
+        load_texts(tmp_path / "x")
+
+
+def test_column_of_text_that_is_no_utf8_is_named(tmp_path):
+    wrong = pa.array([b"Which?", b"\xff"] * 2).view(pa.string())
+    path = parquet_rows(tmp_path / "x.parquet", [QUESTION] * 4, question=wrong)
+    with pytest.raises(ValueError, match="x.parquet is no readable parquet file .question: "):
+        load_texts(path)
+
+
+@pytest.mark.parametrize("told", [b"[" * 9_000, b"\xff", b'{"info": {"features": 7}}'], ids=len)
+def test_hostile_notes_in_a_schema_are_left_out(told, tmp_path):
+    table = pa.Table.from_pylist([QUESTION] * 4).replace_schema_metadata({b"huggingface": told})
+    pq.write_table(table, tmp_path / "x.parquet")
+    assert len(load_texts(tmp_path / "x")["train"]) == 4
+
+
+def test_rows_that_are_no_samples_are_left_out_counted_and_listed(tmp_path):
+    rows = [QUESTION, QUESTION | dict(answer=9), QUESTION, QUESTION | dict(question="")]
+    write(tmp_path / "x_train.jsonl", rows)
+    write(tmp_path / "x_dev.jsonl", rows[:1])
+    with pytest.warns(UserWarning, match="x_train.jsonl: 2 of 4 rows .*row 1: the answer.*row 3"):
+        parts = load_texts(tmp_path / "x", "skip")
+    assert len(parts["train"]) == 2 and len(parts["validation"]) == 1
+    with pytest.raises(ValueError, match="x_train.jsonl, row 1: the answer is '9'"):
+        load_texts(tmp_path / "x")
+    write(tmp_path / "x_dev.jsonl", rows[1:2])
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(ValueError, match="x_dev.jsonl: 1 of 1 rows .*Nothing is left"),
+    ):
+        load_texts(tmp_path / "x", "skip")
+
+
+@pytest.mark.parametrize(
+    "names, said",
+    [
+        (["x_train.csv", "x_train.jsonl"], "x_train.csv is not read, and it is the same split as "),
+        (["x_test.csv", "x_train.jsonl"], "x_test.csv is not read. Files of rows are .parquet"),
+        (["x_train.csv"], "x_train.csv is not read. .*to convert a table: pandas.read_csv"),
+        (["x.tsv"], "x.tsv is not read"),
+        (["x_train.json", "x_Training.jsonl"], "x_train.json and .*x_Training.jsonl are both its"),
+        (["x.json", "x_test.jsonl"], "x.json is the whole, but .*x_test.jsonl is a split of it"),
+    ],
+    ids=" ".join,
+)
+def test_no_file_of_rows_is_lost_without_a_word(names, said, tmp_path):
+    for name in names:
+        write(tmp_path / name, [QUESTION] * 4)
+    for read in (load_texts, load_domain):
+        with pytest.raises(ValueError, match=said):
+            read(tmp_path / "x")

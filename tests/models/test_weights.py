@@ -1,7 +1,10 @@
 "A seed is opened from every source, or refused with one clear error."
 
+import io
 import json
 import shutil
+import struct
+import time
 from importlib.util import find_spec
 
 import huggingface_hub
@@ -634,6 +637,165 @@ def test_model_that_lacks_weights_is_refused_and_not_filled_up_at_random(tmp_pat
     tokenizer("byte").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="lacks 1 weights, such as lm_head.weight"):
         open_seed(str(tmp_path))
+
+
+# ---- what would run code, or wait for an answer
+
+
+@pytest.fixture(params=["attached", "closed"])
+def terminal(request, monkeypatch):
+    "A terminal at which somebody would say yes, or none; a test fails if anything is asked."
+    stdin = io.StringIO("y\n" * 9)
+    if request.param == "closed":
+        stdin.close()
+    monkeypatch.setattr("sys.stdin", stdin)
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *said: asked.append(said) or "y")
+    yield
+    assert not asked
+
+
+def bomb(folder, *names):
+    "Python files that leave a trace if they are run; what tells whether they were."
+    trace = folder / "trace"
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(f"open({str(trace)!r}, 'w').write('run')\nclass A: ...\n")
+    return trace
+
+
+AUTO = dict(AutoConfig="bomb.A", AutoModelForCausalLM="bomb.A", AutoModel="bomb.A")
+
+
+@pytest.mark.parametrize("kind", ["unheard-of", "llama"])
+def test_code_in_a_folder_is_not_run_and_nothing_is_asked(kind, tiny_decoder, tmp_path, terminal):
+    folder = shutil.copytree(tiny_decoder, tmp_path / "theirs")
+    (folder / FACTS).unlink()
+    trace = bomb(folder, "bomb.py", "custom_generate/generate.py")
+    config = json.loads((folder / "config.json").read_text())
+    config |= dict(model_type=kind, auto_map=AUTO)
+    (folder / "config.json").write_text(json.dumps(config))
+    start = time.perf_counter()
+    if kind == "llama":  # which is known without that code
+        assert open_seed(str(folder)).name == "theirs"
+    else:
+        with pytest.raises(ValueError, match="theirs brings Python code of its own, which is not"):
+            open_seed(str(folder))
+    assert time.perf_counter() - start < 5 and not trace.exists()
+
+
+def test_code_of_a_tokenizer_is_not_run(tiny_decoder, tmp_path, terminal):
+    folder = shutil.copytree(tiny_decoder, tmp_path / "theirs")
+    (folder / FACTS).unlink()
+    trace = bomb(folder, "bomb.py")
+    theirs = dict(tokenizer_class="Unheard", auto_map=dict(AutoTokenizer=["bomb.A", "bomb.A"]))
+    (folder / "tokenizer_config.json").write_text(json.dumps(theirs))
+    try:
+        open_seed(str(folder))  # with the fast tokenizer that lies there
+    except ValueError as error:
+        assert str(folder) in str(error)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("part", ["tokenizer", "text tower"])
+def test_code_in_a_folder_of_open_clip_is_not_run(part, tiny_seed_folder, tmp_path, terminal):
+    folder = shutil.copytree(tiny_seed_folder, tmp_path / "theirs")
+    trace = bomb(folder, "bomb.py")
+    config = json.loads((folder / CONFIG).read_text())
+    text = config["model_cfg"]["text_cfg"]
+    if part == "tokenizer":
+        text |= dict(hf_tokenizer_name="x", tokenizer_kwargs=dict(trust_remote_code=True))
+    else:
+        text |= dict(hf_model_name=str(folder), hf_proj_type="mlp", hf_pooler_type="mean_pooler")
+    (folder / CONFIG).write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(dict(model_type="unheard-of", auto_map=AUTO)))
+    theirs = dict(tokenizer_class="Unheard", auto_map=dict(AutoTokenizer=["bomb.A", "bomb.A"]))
+    (folder / "tokenizer_config.json").write_text(json.dumps(theirs))
+    with pytest.raises(ValueError, match=f"^{folder} does not hold a whole seed"):
+        open_seed(str(folder))
+    assert not trace.exists()
+
+
+class Trace:
+    "Leaves a trace when it is unpickled."
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("name", ["file.pt", "file.bin", "file.ckpt", "file.pth", "file.npz"])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_weights_that_run_code_are_refused_with_what_to_do(name, legacy, weights, tmp_path):
+    path, trace = tmp_path / name, tmp_path / "trace"
+    torch.save(dict(weights, extra=Trace(trace)), path, _use_new_zipfile_serialization=not legacy)
+    said = f"^{path} does not hold weights of nano-ViT: it holds more than tensors"
+    with pytest.raises(ValueError, match=f"{said}.*safetensors.torch.save_file") as caught:
+        open_seed("nano-ViT", str(path))
+    assert not trace.exists() and "\n" not in str(caught.value)
+
+
+def test_weights_that_run_code_in_a_folder_of_open_clip_are_refused(tiny_seed_folder, tmp_path):
+    folder = shutil.copytree(tiny_seed_folder, tmp_path / "theirs")
+    (folder / WEIGHTS).unlink()
+    torch.save({"a": Trace(tmp_path / "trace")}, folder / "open_clip_pytorch_model.bin")
+    with pytest.raises(ValueError, match="does not hold a whole seed: it holds more than tensors"):
+        open_seed(str(folder))
+    assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize("content", ["trace", "tensors"])
+def test_decoders_of_pickled_tensors_open_and_others_are_refused(content, tiny_decoder, tmp_path):
+    folder = shutil.copytree(tiny_decoder, tmp_path / "theirs")
+    state = open_seed(str(tiny_decoder)).model.state_dict()
+    (folder / "model.safetensors").unlink()
+    extra = {} if content == "tensors" else {"extra": Trace(tmp_path / "trace")}
+    torch.save(state | extra, folder / "pytorch_model.bin")
+    if content == "tensors":
+        again = open_seed(str(folder)).model.state_dict()
+        assert all(torch.equal(again[key], value) for key, value in state.items())
+    else:
+        with pytest.raises(ValueError, match=f"^{folder} .*holds more than tensors.*save_file"):
+            open_seed(str(folder))
+    assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.ckpt", "pytorch_model.bin"])
+def test_file_as_a_language_model_is_an_error_that_says_what_to_give(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / name).write_bytes(b"PK")
+    for path in (f"sub/{name}", str(tmp_path / "sub" / name)):  # the first looks like owner/name
+        with pytest.raises(ValueError, match="is a file: give the folder.*safetensors"):
+            open_decoder(path)
+
+
+GGUF = [
+    (b"", "has 0 bytes"),
+    (b"GGML" + bytes(20), "no GGUF file of version 2 or 3; it begins with b'GGML"),
+    (struct.pack("<4sIQQ", b"GGUF", 9, 0, 0), "no GGUF file of version 2 or 3"),
+    (struct.pack("<4sIQQ", b"GGUF", 3, 2**63, 1), "announces 9,223,372,036,854,775,808 tensors"),
+    (struct.pack("<4sIQQ", b"GGUF", 3, 1, 2**40), "and 1,099,511,627,776 fields, but has only 24"),
+]
+
+
+@pytest.mark.parametrize("content, said", GGUF)
+def test_gguf_that_announces_more_than_it_holds_is_refused(content, said, tmp_path):
+    (tmp_path / "file.gguf").write_bytes(content)
+    with pytest.raises(ValueError, match=f"file.gguf .*{said}"):
+        open_seed(str(tmp_path / "file.gguf"))
+
+
+@pytest.mark.skipif(not find_spec("gguf"), reason="needs gguf")
+@pytest.mark.parametrize("length", [2**62, 2**31, 99])
+def test_hostile_fields_of_a_gguf_are_one_error(length, tmp_path):
+    field = struct.pack("<Q", length) + b"general.architecture" + struct.pack("<IQ", 8, length)
+    header = struct.pack("<4sIQQ", b"GGUF", 3, 1, 1)
+    (tmp_path / "file.gguf").write_bytes(header + field + bytes(64))
+    with pytest.raises((ValueError, FileNotFoundError), match="file.gguf"):
+        open_seed(str(tmp_path / "file.gguf"))
 
 
 # ---- the hub, which no test reaches
