@@ -25,10 +25,10 @@ from harmomoe.bench.compare import (
     run_rows,
     write_rows,
 )
-from harmomoe.bench.source import Source
 from harmomoe.client.client import Client
 from harmomoe.client.expert import load_expert
 from harmomoe.config.settings import Config, changed, preset
+from harmomoe.config.source import Source
 from harmomoe.data.domains import Benchmark
 from harmomoe.models.evaluate import measure
 from harmomoe.models.model import Model

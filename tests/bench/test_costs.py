@@ -10,8 +10,8 @@ import pytest
 
 from harmomoe.bench import costs
 from harmomoe.bench.compare import Row, run_rows
-from harmomoe.bench.source import Source
 from harmomoe.client.client import Client
+from harmomoe.config.source import Source
 from harmomoe.models.model import load_model
 
 

@@ -1,6 +1,7 @@
 """One experiment from a notebook's parameters: what they mean, what is wrong with them, and what is
 measured."""
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,13 +9,15 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import torch
+from odd_values import annotations
 
 from harmomoe.base.artefacts import stages_run
+from harmomoe.base.process import check_parameters
 from harmomoe.bench import experiment as module
 from harmomoe.bench.compare import run_rows
 from harmomoe.bench.experiment import Experiment, open_experiment, read_config, read_engine
-from harmomoe.bench.source import Reading, Source
 from harmomoe.config.settings import changed, preset
+from harmomoe.config.source import Reading, Source
 from harmomoe.data.named import PAPER_ACCURACY
 from harmomoe.models.clip import ImageSeed
 from harmomoe.models.decoder import DecoderSeed
@@ -115,12 +118,12 @@ def test_a_quick_try_is_small_and_settings_go_before():
     "text, said",
     [
         ("router.topk=2", "unknown field 'router.topk'. Did you mean 'top_k'"),
-        ("reading.scorin=text", "unknown field 'scorin'. Did you mean 'scoring'"),
-        ("reading.dtype=float16", "dtype is 'float16', but must be float32 or bfloat16"),
-        ("reading.train=0", "train is 0, but must be at least 1"),
-        ("reading.train=many", "train is 'many'"),
-        ("reading.train.x=1", "unknown field 'train.x'"),
-        ("reading=3", "settings: reading: unknown field"),
+        ("reading.scorin=text", "unknown field 'reading.scorin'. Did you mean 'scoring'"),
+        ("reading.dtype=float16", "reading.dtype is 'float16'.*'float32', 'bfloat16' or None"),
+        ("reading.train=0", "reading.train is 0, but must be a whole number from 1"),
+        ("reading.train=many", "reading.train is 'many', but must be a whole number from 1"),
+        ("reading.train.x=1", "unknown field 'reading.train.x'"),
+        ("reading=3", "settings: unknown field 'reading.'"),
         ("read.train=3", "unknown field 'read'"),
         ("candidates=40", "unknown field 'candidates'"),
         ("proxies.candidates=3, proxies.number=4", r"m = 4.*cannot exceed candidates.*n = 3"),
@@ -132,6 +135,16 @@ def test_a_quick_try_is_small_and_settings_go_before():
 def test_wrong_settings_are_one_error(text, said):
     with pytest.raises(ValueError, match=f"^settings: .*{said}|^settings: {said}|{said}"):
         read_config("embedded", text, 0)
+
+
+@pytest.mark.parametrize("field", annotations(Reading))
+@pytest.mark.parametrize("text", ["[1, 2]", "{a: 1}", ".nan", "2.5", "-3", "no such", ""])
+def test_an_odd_value_of_reading_in_a_file_is_named(field, text, tmp_path):
+    (tmp_path / "odd.yaml").write_text(f"reading:\n  {field}: {text}\n")
+    if not text or (field, text) == ("prompt", "no such"):
+        return  # null is fine everywhere; a prompt is text
+    with pytest.raises(ValueError, match=rf"^settings: .*'?reading.{field}"):
+        read_config("paper", str(tmp_path / "odd.yaml"), 0)
 
 
 @pytest.mark.parametrize("content", ["3: 1\n", "reading: 3\n", "reading: {3: 1}\n", "- 1\n"])
@@ -227,7 +240,17 @@ IMAGES = {
     ),
     "one client twice": (dict(clients="a,b,a"), ValueError, "used twice"),
     "pool as client": (dict(clients="a,pool"), ValueError, "used twice"),
-    "client called seed": (dict(clients="seed=a,b"), ValueError, "a client is called 'seed'"),
+    "client called seed": (
+        dict(clients="seed=a,b"),
+        ValueError,
+        "the client's name 'seed' must be",
+    ),
+    "client with a blank": (
+        dict(clients="my b=b"),
+        ValueError,
+        "the client's name 'my b' must be .*clients='alias=NAME'",
+    ),
+    "clients that differ in case": (dict(clients="a,A=b"), ValueError, "'a' and 'A': names must"),
     "no such folder": (
         dict(data="no/such/folder"),
         FileNotFoundError,
@@ -238,7 +261,11 @@ IMAGES = {
         ValueError,
         "candidates is 40, but the pool has 39 samples",
     ),
-    "negative quick": (dict(quick=-1), ValueError, "quick is -1, but must be a number of samples"),
+    "negative quick": (
+        dict(quick=-1),
+        ValueError,
+        "quick is -1, but must be a whole number from 0",
+    ),
     "unknown preset": (dict(preset="embeded"), ValueError, "preset is 'embeded', but must be one"),
     "unknown method": (dict(methods="fedavg"), ValueError, "no method 'fedavg'; there are"),
     "unknown engine": (dict(engine="cluster"), ValueError, "engine is 'cluster', but must be"),
@@ -247,20 +274,20 @@ FIELDS = {
     "proxies.candidates=91": "candidates is 91, but the pool has 90",
     "proxies.number=41": r"m = 41.*cannot exceed candidates.*n = 40",
     "proxies.number=1": "number is 1, but diversity needs at least 2",
-    "proxies.selection=best": "selection is 'best', but must be one of",
-    "relevance.method=svm": "method is 'svm', but must be one of",
-    "expert.optimizer=adam": "'adam' is neither 'sgd' nor 'adamw'",
-    "expert.rank=0": "rank is 0, but must be positive",
+    "proxies.selection=best": "proxies.selection is 'best'.*'dpp', 'similarity' or 'random'",
+    "relevance.method=svm": "relevance.method is 'svm'.*'probe' or 'finetune'",
+    "expert.optimizer=adam": "expert.optimizer is 'adam'.*'sgd' or 'adamw'",
+    "expert.rank=0": "expert.rank is 0, but must be a whole number from 1 to 4,096",
     "expert.epochs=-1": "epochs is -1",
     "expert.batch_size=0": "batch_size is 0",
     "expert.epochs=many": "expert.epochs is 'many'",
     "expert.proxies=maybe": "expert.proxies is 'maybe'",
-    "router.form=zero": "'zero' is none of mean, logistic, .*ran",
+    "router.form=zero": "router.form is 'zero'.*'mean', 'logistic', 'moments' or 'ran",
     "router.top_k=9": "top_k is 9, but must be 1 to 3",
     "router.top_k=0": "top_k is 0",
     "router.top_k=1.5": "top_k is 1.5",
-    "router.lam=1.5": "lam .* is 1.5",
-    "router.lam=-0.5": "lam .* is -0.5",
+    "router.lam=1.5": "router.lam is 1.5",
+    "router.lam=-0.5": "router.lam is -0.5",
     "reading.scoring=letter": "only for language models",
 }
 WORDS = {
@@ -301,12 +328,12 @@ WORDS = {
     ),
 }
 WORD_FIELDS = {
-    "reading.dtype=float16": "dtype is 'float16', but must be float32 or bfloat16",
-    "reading.scoring=guess": "scoring 'guess' is neither 'letter' nor 'text'",
-    "reading.loss_on=prompt": "loss_on 'prompt' is neither 'answer' nor 'all'",
-    "reading.max_length=0": "max_length is 0, but must be at least 2",
-    "reading.train=0": "train is 0, but must be at least 1",
-    "router.context=suffix": "context 'suffix' is none of sequence, prefix, prompt",
+    "reading.dtype=float16": "reading.dtype is 'float16'.*'float32', 'bfloat16' or None",
+    "reading.scoring=guess": "reading.scoring is 'guess'.*'letter', 'text' or None",
+    "reading.loss_on=prompt": "reading.loss_on is 'prompt'.*'answer', 'all' or None",
+    "reading.max_length=0": "reading.max_length is 0, but must be a whole number from 2",
+    "reading.train=0": "reading.train is 0, but must be a whole number from 1",
+    "router.context=suffix": "router.context is 'suffix'.*'sequence', 'prefix' or 'prompt'",
     "router.context=prefix, router.form=moments": "needs the whole sequence",
     "router.top_k=9": "top_k is 9, but must be 1 to 3",
 }
@@ -473,3 +500,93 @@ def test_papers_numbers_are_shown_for_its_seed_on_its_data_only():
         assert shown.index.name == "method"
     assert published("ViT-B-32", "folder") is None
     assert published("tiny", "paper") is None
+
+
+# ---- every parameter of the notebooks, as papermill gives what was typed
+
+NOTEBOOKS = Path(__file__).parents[2] / "nbs"
+# what is wrong in itself; whether a seed, data or clients are there is seen when they are opened
+ODD = dict(
+    backbone=[5, 2.5, True, None],
+    weights=[5, 2.5, True],
+    data=[5, 2.5, True],
+    clients=[3, 2.5, True, None],
+    pool=[5, 2.5, True, None],
+    out=[5, 2.5, True, "file", "file/inside"],
+    random_state=["zero", 1.5, True, None, -1, 2**32, 10**400],
+    preset=[5, True, "papers", "-released"],
+    settings=[
+        5,
+        2.5,
+        True,
+        None,
+        "rank",
+        "rank=2",
+        "expert.rank=two",
+        "no.yaml",
+        "reading.dtype=1",
+    ],
+    methods=[5, True, None, "fedavg", "btm,fedavg", "btm;btx"],
+    device=[5, True, None, "tpu", "cuda:99", "", "CPU", "cpu:x", "meta"],
+    engine=[5, True, None, "", "remote", "processes", "processes:0", "processes:9999", "local:2"],
+    quick=["some", 2.5, True, None, -1, 1, 10**400],
+    threads=["all", 2.5, True, 0, -1, 10**6],
+)
+UNKNOWN = dict(seeds=0, limit="abc", Device="cpu", expert="rank", epochs=3, seed=1)
+
+
+def given_to(notebook, **given):
+    "Run a notebook's first two cells as papermill does, then open what its parameters say."
+    cells = json.loads((NOTEBOOKS / f"{notebook}.ipynb").read_text(encoding="utf-8"))["cells"]
+    [defaults] = [
+        "".join(c["source"]) for c in cells if "parameters" in c["metadata"].get("tags", [])
+    ]
+    injected = "# Parameters\n" + "".join(f"{name} = {value!r}\n" for name, value in given.items())
+    call = "parameters = check_parameters(In)"
+    found = check_parameters([defaults, injected, call], renamed=dict(seed="random_state"))
+    open_experiment(notebook, notebook == "run_nlp", **found)
+
+
+@pytest.fixture
+def nothing_opened(tmp_path, monkeypatch):
+    "Neither seed nor data are opened, and nothing is written, beside a file that was there."
+    (tmp_path / "file").touch()
+    for part in ("seed", "benchmark"):
+        monkeypatch.setattr(Source, part, lambda *args: pytest.fail("too late"))
+    yield
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("notebook", ["run_cv", "run_nlp"])
+@pytest.mark.parametrize("name, value", [(name, v) for name in ODD for v in ODD[name]], ids=str)
+def test_an_odd_parameter_is_one_error_that_names_it(notebook, name, value, nothing_opened):
+    if (notebook, name) == ("run_nlp", "weights"):
+        said = "unknown parameter 'weights'"
+    else:
+        said = rf"^(parameter '{name}' is|{name} is|{name}:) "
+    with pytest.raises(ValueError, match=said) as caught:
+        given_to(notebook, **{name: value})
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("notebook", ["run_cv", "run_nlp"])
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_parameter_that_there_is_not_is_one_error(notebook, name, nothing_opened):
+    with pytest.raises(ValueError, match=f"parameter '{name}'"):
+        given_to(notebook, **{name: UNKNOWN[name]})
+
+
+@pytest.mark.parametrize("notebook", ["run_cv", "run_nlp"])
+def test_every_parameter_of_the_notebooks_is_tried(notebook):
+    cells = json.loads((NOTEBOOKS / f"{notebook}.ipynb").read_text(encoding="utf-8"))["cells"]
+    [defaults] = [
+        "".join(c["source"]) for c in cells if "parameters" in c["metadata"].get("tags", [])
+    ]
+    assert check_parameters([defaults, "check_parameters(In)"]).keys() <= ODD.keys()
+
+
+def test_parameters_are_checked_in_python_too(images, nothing_opened):
+    for wrong in (dict(quick=True), dict(threads=2.0), dict(clients=["a"]), dict(backbone=None)):
+        [name] = wrong
+        with pytest.raises(ValueError, match=f"^{name} is "):
+            open_experiment("run_cv", False, **images | wrong)

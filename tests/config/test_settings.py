@@ -1,10 +1,14 @@
 """Settings: the paper's and the authors', and no wrong one passes, whether it is a slip or bad
 arithmetic."""
 
+import re
 from dataclasses import asdict, fields, is_dataclass, replace
 
+import numpy as np
 import pytest
+import torch
 import yaml
+from odd_values import MEANT, TYPED, annotations, is_numeric, odd_values
 
 from harmomoe.base.artefacts import digest
 from harmomoe.base.schema import parse
@@ -20,50 +24,58 @@ from harmomoe.config.settings import (
     read_settings,
 )
 from harmomoe.models.training import Training
-from harmomoe.moe.router import RouterSettings
+from harmomoe.moe.router import RouterSettings, rules_of
 
 PRESETS = ("paper", "text", "embedded")
+
+
+def nested(name, value):
+    "`a.b` and a value as {a: {b: value}}."
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return value
+
+
+def brackets(depth):
+    "A list in a list, and so on."
+    found = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
 
 # ---- values
 
 
-POSITIVE = (
-    "relevance.negatives",
-    "proxies.candidates",
-    "proxies.number",
-    "expert.rank",
-    "expert.alpha",
-    "expert.batch_size",
-    "routing.public_samples",
-    "finetune.learning_rate",
-)
 WRONG = [
-    ({"relevance.method": "svm"}, "method is 'svm', but must be one of probe, finetune"),
+    ({"relevance.method": "svm"}, "relevance.method is 'svm'.*'probe' or 'finetune'"),
+    ({"proxies.selection": "best"}, "proxies.selection is 'best'.*'dpp', 'similarity' or 'rand"),
+    ({"proxies.fill": "most"}, "proxies.fill is 'most'.*'dpp', 'relevance' or None"),
     (
-        {"proxies.selection": "best"},
-        "selection is 'best', but must be one of dpp, similarity, rand",
+        {"proxies.candidates": 10, "proxies.number": 11},
+        "proxies.number .m = 11.*cannot exceed candidates.*n = 10",
     ),
-    ({"proxies.fill": "most"}, "fill is 'most', but must be one of dpp, relevance, None"),
-    ({"proxies.candidates": 10, "proxies.number": 11}, "m = 11.*cannot exceed candidates.*n = 10"),
-    ({"expert.proxies": False, "expert.private": False}, "experts have nothing to train on"),
-    ({"expert.optimizer": "adam"}, "optimizer 'adam' is neither 'sgd' nor 'adamw'"),
-    ({"finetune.epochs": -1}, "epochs is -1, but must not be negative"),
-    ({"finetune.learning_rate": float("nan")}, "learning_rate is nan, but must be positive"),
-    ({"router.form": "zero"}, "form 'zero' is none of mean, logistic, moments, random"),
-    ({"router.context": "page"}, "context 'page' is none of"),
-    ({"router.lam": 1.5}, r"lam \(lambda\) is 1.5, but must be between 0 and 1"),
-    ({"router.lam": -0.1}, "lam .* is -0.1"),
-    ({"router.lam": float("nan")}, "lam .* is nan"),
-    ({"router.top_k": 0}, "top_k is 0, but must be at least 1"),
-    ({"router.top_k": -1}, "top_k is -1"),
-    ({"router.form": "moments", "router.context": "prefix"}, "needs the whole sequence"),
+    (
+        {"expert.proxies": False, "expert.private": False},
+        "expert.proxies and private are both off: experts have nothing to train on",
+    ),
+    ({"expert.optimizer": "adam"}, "expert.optimizer is 'adam'.*'sgd' or 'adamw'"),
+    ({"finetune.epochs": -1}, "finetune.epochs is -1, but must be a whole number from 0 to 100,0"),
+    (
+        {"finetune.learning_rate": float("nan")},
+        "finetune.learning_rate is nan, but must be a number above 0 and at most",
+    ),
+    ({"expert.momentum": 1}, "expert.momentum is 1, but must be a number at least 0 and below 1"),
+    ({"router.form": "zero"}, "router.form is 'zero'.*'mean', 'logistic', 'moments' or 'random'"),
+    ({"router.context": "page"}, "router.context is 'page'.*'sequence', 'prefix' or 'prompt'"),
+    ({"router.lam": 1.5}, "router.lam is 1.5, but must be a number from 0 to 1"),
+    ({"router.top_k": 0}, "router.top_k is 0, but must be a whole number from 1 to 4,096"),
+    (
+        {"router.form": "moments", "router.context": "prefix"},
+        "router.form is 'moments', which needs the whole sequence",
+    ),
 ]
-WRONG += [({"expert.dropout": p}, f"dropout is {p}") for p in (-0.1, 1.0, 1.5, float("nan"))]
-WRONG += [
-    ({name: value}, f"{name.partition('.')[2]} is {value}.*, but must be positive")
-    for name in POSITIVE
-    for value in (0, -1)
-]
+WRONG += [({"expert.dropout": p}, f"expert.dropout is {p}") for p in (-0.1, 1.0, 1.5, float("nan"))]
 
 
 @pytest.mark.parametrize("wrong, said", WRONG, ids=lambda given: str(given)[:60])
@@ -91,6 +103,121 @@ def test_settings_are_never_changed_in_place():
     for settings in (config, config.expert, config.router, config.finetune):
         with pytest.raises(AttributeError):
             setattr(settings, fields(settings)[0].name, 1)
+
+
+# ---- types and ranges, of every field
+
+FIELDS = annotations(Config)
+BESIDE = {ProxySettings: dict(candidates=10**9, number=1)}  # what allows all of a field's range
+TYPED_FOR = {
+    name: [text for text in TYPED if text not in ("", "{}") or not is_dataclass(hint)]
+    for name, (_, _, hint) in FIELDS.items()
+}
+
+
+def refused(call, name):
+    "The one error of a call, which has to begin with a name and be short."
+    with pytest.raises(ValueError) as caught:
+        call()
+    said = str(caught.value)
+    assert type(caught.value) is ValueError and "\n" not in said and len(said) < 400, said
+    assert said.startswith(name), said
+    return said
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_an_odd_value_in_python_is_one_error_with_the_fields_name(field):
+    owner, name, hint = FIELDS[field]
+    values = odd_values(hint) | (MEANT if is_numeric(hint) else {})
+    assert len(values) >= 12
+    for what, value in values.items():
+        said = refused(lambda: owner(**{name: value}), f"{name} is ")
+        assert f", but must be {rules_of(owner)[name]}." in said, what
+        refused(lambda: replace(owner(), **{name: value}), f"{name} is ")
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_an_odd_value_by_name_is_one_error_with_the_dotted_name(field):
+    owner, _, hint = FIELDS[field]
+    for what, value in odd_values(hint).items():
+        if is_dataclass(hint) and isinstance(value, dict):
+            continue  # a stage, of which some or no fields are changed
+        if hint is bool and what.startswith("numpy"):  # 1, which means True here
+            stage, _, name = field.partition(".")
+            assert getattr(getattr(changed(Config(), {field: value}), stage), name) is True
+            continue
+        for change in ({field: value}, nested(field, value)):
+            said = refused(lambda: changed(Config(), change), "settings: ")
+            assert re.match(rf"settings: '?{re.escape(field)}(\.a)?'? is ", said), what
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_an_odd_value_that_is_typed_is_one_error_with_the_dotted_name(field, tmp_path):
+    for text in TYPED_FOR[field]:
+        said = refused(lambda: changed(Config(), read_settings(f"{field}={text}")), "settings: ")
+        assert f"{field} is" in said, text
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_an_odd_value_in_a_file_is_one_error_with_the_dotted_name(field, tmp_path):
+    file, hint = tmp_path / "mine.yaml", FIELDS[field][2]
+    for text in (".nan", ".inf", "[1, 2]", "2001-01-01", "!!binary AAAA", "many words", "1e400x"):
+        file.write_text(f"{field}: {text}\n")
+        said = refused(lambda: changed(Config(), read_settings(str(file))), "settings: ")
+        assert f"{field} is" in said, (text, hint)
+
+
+def test_there_are_more_odd_values_than_were_ever_tried():
+    assert sum(len(odd_values(hint)) for *_, hint in FIELDS.values()) > 700
+
+
+def test_every_number_has_a_range_whose_ends_may_be_taken():
+    for field, (owner, name, hint) in FIELDS.items():
+        rule = rules_of(owner)[name]
+        assert (rule.range is not None) == is_numeric(hint), field
+        if rule.range is None:
+            continue
+        assert rule.range.lowest < rule.range.highest < float("inf")
+        for value in {rule.range.lowest, rule.range.highest} - {rule.range.without}:
+            made = owner(**BESIDE.get(owner, {}) | {name: value})
+            assert getattr(made, name) == value and value in rule
+
+
+def test_the_kinds_of_numbers_are_kept_apart():
+    made = ExpertSettings(alpha=1, clip=2)
+    assert (type(made.alpha), type(made.clip), type(made.rank)) == (float, float, int)
+    assert made == ExpertSettings(alpha=1.0, clip=2.0)
+    for wrong in (True, 1.0, np.int32(1), np.float32(1), torch.tensor(1), "1"):
+        refused(lambda: ExpertSettings(rank=wrong), "rank is ")
+    for wrong in (1, 1.0, "true", None, np.bool_(True)):
+        refused(lambda: ExpertSettings(proxies=wrong), "proxies is ")
+
+
+def test_a_value_is_shown_shortly_and_with_its_type():
+    said = refused(lambda: RouterSettings(top_k=np.array([[1], [2]])), "top_k is ")
+    assert "of type ndarray" in said
+    assert "(401 characters)" in refused(lambda: RouterSettings(top_k=10**400), "top_k is ")
+    for wrong in (10**6000, brackets(100_000)):
+        assert "top_k is too much to be shown" in refused(lambda: RouterSettings(wrong), "top_k is")
+
+
+@pytest.mark.parametrize("wrong", [5, None, "expert.rank=2", [("expert.rank", 2)]], ids=str)
+def test_changes_that_are_no_names_with_values_are_refused(wrong):
+    refused(lambda: changed(Config(), wrong), "settings: changes are ")
+
+
+@pytest.mark.parametrize("content", ["a: " * 30, "[" * 5000, "x: 1\n\ty: [", "n: " + "9" * 5000])
+def test_a_file_that_cannot_be_read_is_one_error(content, tmp_path):
+    (tmp_path / "odd.yaml").write_text(content)
+    refused(lambda: read_settings(str(tmp_path / "odd.yaml")), f"settings: {tmp_path}/odd.yaml is ")
+    (tmp_path / "odd.yaml").write_bytes(b"\xff\xfe\xfd")
+    refused(lambda: read_settings(str(tmp_path / "odd.yaml")), f"settings: {tmp_path}/odd.yaml is ")
+
+
+def test_a_file_that_holds_itself_is_one_error(tmp_path):
+    for content in ("expert: &a\n  rank: *a\n", "&a\nexpert: *a\n"):
+        (tmp_path / "odd.yaml").write_text(content)
+        refused(lambda: changed(Config(), read_settings(str(tmp_path / "odd.yaml"))), "settings: ")
 
 
 # ---- presets
@@ -204,13 +331,16 @@ def test_what_means_a_whole_number_is_one(given, value):
         ({"expert": [1]}, "expert is [1]."),
         ({"random_state.x": 1}, "'random_state.x' is no field; 'random_state' holds one value."),
         ({"expert.rank.x": 1}, "'expert.rank.x' is no field; 'rank' holds one value."),
-        ({"expert.epochs": 1.5}, "expert.epochs is 1.5. Input should be a valid integer"),
-        ({"expert.epochs": "many"}, "expert.epochs is 'many'."),
-        ({"expert.epochs": [1]}, "expert.epochs is [1]."),
-        ({"router.top_k": None}, "router.top_k is None."),
-        ({"expert.optimizer": 3}, "expert.optimizer is 3. Input should be a valid string."),
+        (
+            {"expert.epochs": 1.5},
+            "expert.epochs is 1.5, but must be a whole number from 0 to 100,000.",
+        ),
+        ({"expert.epochs": "many"}, "expert.epochs is 'many', but"),
+        ({"expert.epochs": [1]}, "expert.epochs is [1], but"),
+        ({"router.top_k": None}, "router.top_k is None, but"),
+        ({"expert.optimizer": 3}, "expert.optimizer is 3. Input should be 'sgd' or 'adamw'."),
         ({"expert.proxies": "maybe"}, "expert.proxies is 'maybe'."),
-        ({"random_state": "x"}, "random_state is 'x'."),
+        ({"random_state": "x"}, "random_state is 'x', but"),
     ],
     ids=lambda given: str(given)[:40],
 )

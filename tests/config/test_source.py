@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from odd_values import MEANT, annotations, is_numeric, odd_values
 
 from harmomoe.base.schema import parse
-from harmomoe.bench.source import Reading, Source
+from harmomoe.config.source import Reading, Source
 
 SPLITS = "train", "validation", "test"
 
@@ -86,12 +87,17 @@ def test_samples_are_limited_by_what_a_reading_says():
 @pytest.mark.parametrize(
     "wrong, said",
     [
-        (dict(dtype="float8"), "dtype is 'float8', but must be float32 or bfloat16"),
-        (dict(dtype="float16"), "dtype is 'float16', but must be float32 or bfloat16"),
-        (dict(embeds_in="half"), "embeds_in is 'half', but must be float32 or bfloat16"),
-        (dict(train=0), "train is 0, but must be at least 1"),
-        (dict(test=-1), "test is -1, but must be at least 1"),
-        (dict(train="many"), "train is 'many'"),
+        (dict(dtype="float8"), "dtype is 'float8'.*'float32', 'bfloat16' or None"),
+        (dict(dtype="float16"), "dtype is 'float16'.*'float32', 'bfloat16' or None"),
+        (dict(embeds_in="half"), "embeds_in is 'half'.*'float32', 'bfloat16' or None"),
+        (dict(train=0), "train is 0, but must be a whole number from 1 to 1,000,000,000 or None"),
+        (dict(test=-1), "test is -1, but must be a whole number from 1"),
+        (dict(train="many"), "train is 'many', but must be a whole number from 1"),
+        (dict(max_length=1), "max_length is 1, but must be a whole number from 2"),
+        (dict(workers=-1), "workers is -1, but must be a whole number from 0 to 1,024 or None"),
+        (dict(scoring="guess"), "scoring is 'guess'.*'letter', 'text' or None"),
+        (dict(loss_on="prompt"), "loss_on is 'prompt'.*'answer', 'all' or None"),
+        (dict(prompt="a flower"), "prompt is 'a flower', but must hold {} once, for the class"),
         (dict(trains=3), "unknown field 'trains'. Did you mean 'train'"),
     ],
     ids=str,
@@ -101,19 +107,32 @@ def test_what_there_is_not_is_refused(wrong, said):
         parse(Reading, wrong, "reading")
 
 
+FIELDS = annotations(Source) | annotations(Reading)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_an_odd_value_is_one_error_with_the_fields_name(field):
+    owner, name, hint = FIELDS[field]
+    values = odd_values(hint) | (MEANT if is_numeric(hint) else {})
+    assert len(values) >= 12
+    for what, value in values.items():
+        with pytest.raises(ValueError, match=f"^{name} is .*, but must be ") as caught:
+            owner(**{name: value})
+        assert type(caught.value) is ValueError and "\n" not in str(caught.value), what
+
+
 @pytest.mark.parametrize(
-    "wrong, said",
-    [
-        (dict(scoring="guess"), "scoring 'guess' is neither 'letter' nor 'text'"),
-        (dict(loss_on="prompt"), "loss_on 'prompt' is neither 'answer' nor 'all'"),
-        (dict(max_length=0), "max_length is 0, but must be at least 2"),
-        (dict(prompt="a {}"), "prompt"),
-    ],
-    ids=str,
+    "limit",
+    [(1,), (1, 2, 3, 4), (0, None, 1), (1, 2, "3"), (True, 1, 1), (1, 2.0, 3), (10**10, 1, 1)],
 )
-def test_what_a_seed_cannot_do_is_refused_when_it_is_opened(wrong, said, texts):
-    with pytest.raises(ValueError, match=said):
-        replace(texts, reading=Reading(**wrong)).seed()
+def test_a_limit_by_split_is_three_whole_numbers(limit):
+    with pytest.raises(ValueError, match="^limit is .*, but must be three whole numbers from 1"):
+        Source(limit=limit)
+
+
+def test_a_prompt_is_refused_for_texts(texts):
+    with pytest.raises(ValueError, match="prompt"):
+        replace(texts, reading=Reading(prompt="a {}")).seed()
 
 
 def test_a_language_models_reading_is_refused_for_images(source):
