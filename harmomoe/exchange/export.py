@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..base.artefacts import atomic_directory
+from ..base.schema import check_names
 from ..describe.routing import layer_means
 from .convert import write_adapter
 from ..models.evaluate import measure
@@ -43,11 +44,12 @@ def save_adapters(
     folder: str | Path,  # gets a folder for each expert, called by its name
     *names: str,  # experts to write; none given: all but the seed's own
 ) -> dict[str, Path]:  # name -> adapter folder in PEFT's format, to be loaded on the seed
-    """Write experts as adapters. Raises `ValueError` for a name that there is not, and for the
-    seed's own expert."""
+    """Write experts as adapters. Raises `ValueError` for a name that there is not, for the seed's
+    own expert, and for a name that is no name of a folder."""
     chosen = names or [name for name, rank in zip(model.experts, model.ranks) if rank]
     if plain := [name for name in chosen if not model.ranks[_index(model, name)]]:
         raise ValueError(f"the expert {plain[0]!r} is the seed's own FFN, and has no adapter.")
+    check_names(chosen)  # they become folders
     for name in chosen:
         expert = _index(model, name)
         factors = {

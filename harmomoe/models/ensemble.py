@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..base.schema import STRICT, read_tensors
+from ..base.schema import STRICT, check_names, read_tensors
 from .model import Model, load_model, read_model, write_model
 from .seed import Seed
 from .training import check_finite
@@ -119,19 +119,21 @@ def read(cls: Ensemble, folder: Path, facts: EnsembleFacts, device: str) -> Ense
         raise ValueError(f"{file} does not hold the vectors and biases of {k} members: {shapes}.")
     return cls(seed, backbones, tensors["vectors"].to(device), tensors["biases"].to(device))
 
-# %% ../../nbs/models/07_ensemble.ipynb #3f62fafa
+# %% ../../nbs/models/07_ensemble.ipynb #5c1fe0d7
 @dataclass(frozen=True)
 class PersonalFacts:
-    "What `model.json` says of models for each client."
+    """What `model.json` says of models for each client. Raises `ValueError` for none, and for names
+    that clients cannot have."""
 
     __pydantic_config__ = STRICT
     members: list[str]  # the clients' names
 
     def __post_init__(self):
-        if not 0 < len(set(self.members)) == len(self.members):
-            raise ValueError("members must be at least one, with different names")
+        if not self.members:
+            raise ValueError("members must be at least one")
+        check_names(self.members)
 
-
+# %% ../../nbs/models/07_ensemble.ipynb #3f62fafa
 class Personal(Model):
     "A model for each client. It is told the domain."
 
@@ -142,6 +144,7 @@ class Personal(Model):
         self,
         members: dict[str, Model],  # client -> its model; all of one seed
     ):
+        PersonalFacts(list(members))  # at once, rather than when it is to be saved
         super().__init__(next(iter(members.values())).seed, None)
         self.members = members
 

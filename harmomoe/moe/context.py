@@ -88,6 +88,8 @@ class ContextFields:
     prompt: Tensor | None = None
     cache: Any = None  # the `transformers` cache that holds the earlier tokens of these sequences
     slot: int = 0  # layer of the cache that holds running sums, or the prompt's mean
+    # bool [B, E], the experts that take part in each sequence; None: those of the router
+    active: Tensor | None = None
 
     def __post_init__(self):
         if self.reach not in REACHES:
@@ -131,7 +133,7 @@ class Context(ContextFields):
 
 # %% ../../nbs/moe/01_context.ipynb #2e67546d
 def _hand_down(model: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict]:
-    "A hook on the model that adds `routing_masks` to the keywords."
+    "A hook on the model that adds `routing_masks` to the keywords: mask, prompt, members."
     mask = keywords.get("attention_mask", arguments[1] if len(arguments) > 1 else None)
     prompt = keywords.pop("prompt_mask", None)
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
@@ -142,7 +144,8 @@ def _hand_down(model: nn.Module, arguments: tuple, keywords: dict) -> tuple[tupl
     given = keywords.get("input_ids"), keywords.get("inputs_embeds"), *arguments
     length = next(x for x in given if x is not None).shape[1]
     parts = (None if part is None else part[:, -length:].bool() for part in (mask, prompt))
-    return arguments, {**keywords, "routing_masks": tuple(parts)}
+    members = keywords.pop("members", None)
+    return arguments, {**keywords, "routing_masks": (*parts, members)}
 
 # %% ../../nbs/moe/01_context.ipynb #6ecedd54
 class _Leave:
@@ -154,7 +157,7 @@ class _Leave:
     def __call__(
         self, attention: nn.Module, arguments: tuple, keywords: dict
     ) -> tuple[tuple, dict]:
-        mask, prompt = keywords.pop("routing_masks", (None, None))
+        mask, prompt, members = keywords.pop("routing_masks", (None, None, None))
         cache = keywords.get("past_key_values")
         if self.reach == "sequence" and cache is not None:
             if cache.get_seq_length(attention.layer_idx):
@@ -163,7 +166,7 @@ class _Leave:
                     "generation with a cache does not have. Unify with context='prefix' or "
                     "'prompt', or generate with use_cache=False."
                 )
-        self.layer.context = Context(mask, self.reach, prompt, cache, self.slot)
+        self.layer.context = Context(mask, self.reach, prompt, cache, self.slot, members)
         return arguments, keywords
 
 # %% ../../nbs/moe/01_context.ipynb #54f69052
@@ -173,9 +176,10 @@ def share_context(
     reach: str = "sequence",  # how far a token sees, as in `Context`
 ) -> None:
     """From now on every pass of the model leaves a `Context` in the attribute `context` of each
-    MoE layer. The model takes one more keyword, `prompt_mask`, bool [B, T], the tokens that a
-    context of reach "prompt" is made of. A pass raises `ValueError` for a mask that attention
-    prepared, and for a cache with the whole sequence as context."""
+    MoE layer. The model takes two more keywords: `prompt_mask`, bool [B, T], the tokens that a
+    context of reach "prompt" is made of, and `members`, bool [B, E], the experts that take part in
+    each sequence. A pass raises `ValueError` for a mask that attention prepared, and for a cache
+    with the whole sequence as context."""
     _layer_types()  # now, since torch.compile cannot trace a class being made
     model.base_model.context_reach = reach
     model.base_model.register_forward_pre_hook(_hand_down, with_kwargs=True)

@@ -349,3 +349,27 @@ def test_write_adapter_needs_no_seed(seed, foreign, tmp_path):
     assert (config["r"], config["lora_alpha"]) == (4, 8)
     assert config["target_modules"] == sorted(GATED)  # the same bytes in every process
     assert config["base_model_name_or_path"] == "whatever" and config["inference_mode"]
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ('"lora_alpha": ', '"lora_alpha": NaN, "was": ', "NaN is no finite number"),
+        ('"lora_alpha": ', '"lora_alpha": -', "lora_alpha -.*both must be positive"),
+        ('"r": ', '"r": 1, "r": ', "the key 'r' occurs twice"),
+        ('"use_dora": false', '"use_rings": true', "use_rings is True, and what that changes is"),
+        (
+            '"fan_in_fan_out": false',
+            '"fan_in_fan_out": true',
+            "fan_in_fan_out is True, and its mat",
+        ),
+    ],
+)
+def test_a_configuration_is_read_as_a_strangers_file(old, new, said, seed, foreign):
+    folder, _ = foreign()
+    file = folder / "adapter_config.json"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new, 1))
+    with pytest.raises(ValueError, match=said) as caught:
+        read_adapter(folder, seed)
+    assert str(folder) in str(caught.value)

@@ -42,6 +42,21 @@ def test_adapters_again(unified, tmp_path):
     assert not (tmp_path / "no").exists()
 
 
+def test_no_name_of_an_expert_leads_out_of_the_folder(unified, tmp_path):
+    model, victim = unified(), tmp_path / "victim"
+    victim.mkdir()
+    (victim / "kept.txt").touch()
+    for name in ("../victim", str(victim), "", ".", "medicine/../../victim"):
+        model.experts[1] = name  # as nobody can make one, and no file can say
+        for names in ((), (name,), ("medicine", name)):
+            with pytest.raises(ValueError, match="the client's name"):
+                save_adapters(model, tmp_path / "out", *names)
+    model.experts[1] = "Medicine"
+    with pytest.raises(ValueError, match="must differ in more than case"):
+        save_adapters(model, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["victim"] and any(victim.iterdir())
+
+
 def test_images_go_out_too(tiny_seed, tiny_benchmark, tmp_path):
     model = UnifiedModel(tiny_seed, ["seed", "law", "medicine"], [0, 4, 2], [0.0, 2.0, 0.75])
     randomise(model)

@@ -3,7 +3,18 @@
 import pytest
 import torch
 import transformers
-from moe.small_unified import CONFIGS, EXPERTS, SIZE, build, families, logits_of, randomise, shared
+from moe.small_unified import (
+    CONFIGS,
+    EXPERTS,
+    LEFT,
+    SIZE,
+    TEXTS,
+    build,
+    families,
+    logits_of,
+    randomise,
+    shared,
+)
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -133,6 +144,39 @@ def test_a_broken_delivery_leaves_what_was_there(unified, tmp_path, monkeypatch)
         save_transformers(model, folder)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     assert [file.name for file in tmp_path.iterdir()] == ["delivered"]
+
+
+ROWS = [["law"], ["seed", "medicine"]]
+WRITE = dict(attention_mask=LEFT, max_new_tokens=5, min_new_tokens=5)
+
+
+@pytest.mark.parametrize("context", ["prefix", "prompt", "sequence"])
+def test_members_of_each_text_are_those_of_only_before_and_after(context, unified, tmp_path):
+    model = unified(context=context, top_k=2)
+    opened = AutoModelForCausalLM.from_pretrained(save_transformers(model, tmp_path / "delivered"))
+    how = dict(use_cache=False) if context == "sequence" else {}
+    with model.only(rows=ROWS):
+        logits = logits_of(model.backbone)
+        written = model.backbone.generate(TEXTS, **WRITE, **how)
+        assert torch.equal(logits_of(to_transformers(model)), logits)
+    for one in (to_transformers(model), opened):
+        members = one.members(ROWS)
+        assert torch.equal(logits_of(one, members=members), logits)
+        assert torch.equal(one.generate(TEXTS, members=members, **WRITE, **how), written)
+    assert not torch.equal(logits_of(model.backbone), logits)
+
+
+def test_only_of_each_text_refuses_beams_which_are_more_texts(unified):
+    model = unified()
+    told = "this pass has 6 samples and 3 experts"
+    with model.only(rows=ROWS), pytest.raises(ValueError, match=told):
+        model.backbone.generate(TEXTS, num_beams=3, **WRITE)
+    theirs = to_transformers(model)
+    written = theirs.generate(TEXTS, members=theirs.members(ROWS), num_beams=3, **WRITE)
+    for row, names in enumerate(ROWS):
+        with model.only(*names):
+            alone = model.backbone.generate(TEXTS, num_beams=3, **WRITE)
+        assert torch.equal(written[row], alone[row])
 
 
 def test_images_have_no_class_in_transformers(tiny_seed):

@@ -212,9 +212,25 @@ def test_facts_that_cannot_be_are_refused_and_the_file_is_named(change, tiny, tm
 def test_facts_are_checked_by_themselves_too():
     with pytest.raises(ValueError, match="members is 0, but must be positive"):
         EnsembleFacts(0, False)
-    for names in ([], ["a", "a"]):
-        with pytest.raises(ValueError, match="at least one, with different names"):
+    with pytest.raises(ValueError, match="members must be at least one"):
+        PersonalFacts([])
+    for names in (["a", "a"], ["a", "A"]):
+        with pytest.raises(ValueError, match="two clients are called"):
             PersonalFacts(names)
+    for name in ("../a", "/a", "", ".a", "seed", "St. Mary"):
+        with pytest.raises(ValueError, match="the client's name"):
+            PersonalFacts(["b", name])
+
+
+def test_members_have_names_that_a_client_may_have(tiny, tmp_path):
+    "Of models that are made, before they are trained, and of models that are read."
+    one = Model(tiny.seed, tiny.seed.backbone)
+    with pytest.raises(ValueError, match="the client's name '../a'"):
+        Personal({"../a": one})
+    file = Personal({"a": one}).save(tmp_path / "model") / "model.json"
+    file.write_text(file.read_text().replace('"a"', '"../a"'))
+    with pytest.raises(ValueError, match="model.json: .*the client's name '../a'"):
+        read_model(tmp_path / "model")
 
 
 def test_a_dense_model_answers_for_every_domain_too(experts):

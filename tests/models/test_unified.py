@@ -7,12 +7,15 @@ import torch
 from networks import close, embed, moved, same, weights
 from safetensors.torch import load_file, save_file
 
-from harmomoe.base.artefacts import read_manifest
+from harmomoe.base.artefacts import digest, read_manifest
 from harmomoe.client.expert import load_expert
 from harmomoe.config.settings import changed
+from harmomoe.data.texts import text_dataset
+from harmomoe.models.decoder import DecoderSeed, untrained_decoder
+from harmomoe.models.evaluate import measure
 from harmomoe.models.model import load_model, read_model
 from harmomoe.models.observe import observe_routing
-from harmomoe.models.unified import MoEFacts, UnifiedModel
+from harmomoe.models.unified import Contribution, MoEFacts, UnifiedModel
 from harmomoe.moe.router import RouterSettings
 from harmomoe.server.finetune import finetune
 
@@ -164,6 +167,132 @@ def test_without_the_seed_expert_the_seed_gets_no_tokens(merge_with, tiny):
     assert observe_routing(model, tiny.pool.test).load.shape == (2, 3)
     with pytest.raises(ValueError, match="no expert 'seed'"), model.only("seed"):
         pass
+
+
+# ---- who takes part, sample by sample
+
+
+WHO = [["a"], ["seed", "b"], ["seed", "a", "b", "c"], ["c", "b", "a"]] * 3  # of 12 samples
+
+
+@every_router
+def test_each_sample_of_a_batch_is_what_it_is_alone_with_its_members(settings, merge_with, tiny):
+    model, data = merge_with(**settings), tiny.pool.test
+    rows = [[name for name in row if name in model.experts] for row in WHO]
+    before = embed(model, data)
+    with model.only(rows=rows) as one:
+        assert one is model
+        together = embed(model, data)
+    assert torch.equal(embed(model, data), before)
+    for place, names in enumerate(rows):
+        with model.only(*names):
+            alone = embed(model, data.select([place]))[0]
+        assert close(together[place], alone)
+    assert not close(together[0], before[0])
+
+
+def test_one_list_for_all_samples_is_only_to_the_last_bit(merge_with, tiny):
+    model, data = merge_with(top_k=2), tiny.pool.test
+    with model.only("a", "c"):
+        expected = embed(model, data)
+    with model.only(rows=[("c", "a", "c")] * 12):
+        assert torch.equal(embed(model, data), expected)
+        with model.only("b"):
+            inner = embed(model, data)
+        assert torch.equal(embed(model, data), expected)
+    with model.only("b"):
+        assert torch.equal(embed(model, data), inner)
+
+
+def test_routing_of_a_batch_with_rows_goes_to_members_only(merge_with, tiny):
+    model = merge_with(top_k=3)
+    with model.only(rows=[["a"], ["c"]] * 6):
+        load = observe_routing(model, tiny.pool.test).load
+    assert close(torch.tensor(load[:, [1, 3]]), torch.tensor(0.5).double())
+    assert not load[:, [0, 2]].any()
+
+
+def test_a_batch_of_another_size_than_rows_is_one_clear_error(merge_with, tiny):
+    model, data, classes = merge_with(top_k=2), tiny.pool.test, tiny.pool.classes
+    with model.only(rows=WHO):
+        whole = measure(model, data, classes)
+        told = r"given as \[12, 4\], but this pass has 5 samples and 4 experts"
+        with pytest.raises(ValueError, match=told):
+            measure(model, data, classes, batch_size=5)
+    parts = []
+    for start in (0, 5, 10):
+        with model.only(rows=WHO[start : start + 5]):
+            part = data.select(range(start, min(start + 5, 12)))
+            parts.append(measure(model, part, classes))
+    assert sum(part.correct for part in parts) == whole.correct
+
+
+REFUSED = [
+    (("a",), [["b"]], "names, for all samples, or rows, for each sample, but not both"),
+    ((), [], "rows is empty"),
+    ((), ["ab"], "row 0 is 'ab', but must be a list of names"),
+    ((), [["a"], None], "row 1 is None, but must be a list"),
+    ((), [["a"], []], "row 1: name at least one expert; this model has seed, a, b, c"),
+    ((), [["a"], ["b", "d"]], "row 1: no expert 'd'; this model has seed, a, b, c"),
+    ((), [["a"], [3, "b"]], "row 1: no expert 3"),
+]
+
+
+@pytest.mark.parametrize("names, rows, told", REFUSED, ids=[told for _, _, told in REFUSED])
+def test_rows_that_cannot_be_are_refused_and_change_nothing(names, rows, told, merge_with):
+    model = merge_with()
+    with pytest.raises(ValueError, match=told), model.only(*names, rows=rows):
+        pass
+    assert all(layer.router.active is None for layer in model.layers)
+
+
+def test_rows_are_undone_after_an_error(merge_with):
+    model = merge_with(top_k=3)
+    with pytest.raises(KeyError), model.only(rows=[["a"], ["b", "c"]]):
+        assert [layer.router.top_k for layer in model.layers] == [2, 2]
+        raise KeyError
+    assert all(layer.router.active is None and layer.router.top_k == 3 for layer in model.layers)
+
+
+QUESTIONS = [
+    dict(question="Which of them barks at night?", choices=["a dog", "a very old owl"], answer="A"),
+    dict(question="What do bees make?", choices=["tea", "honey", "raw silk"], answer="B"),
+    dict(question="Who reads?", choices=["the door", "one", "ink of any kind"], answer="B"),
+    dict(question="Where is the small red boat?", choices=["on a lake", "in it"], answer="A"),
+]
+
+
+@pytest.mark.parametrize("scoring", ["letter", "text"])
+@pytest.mark.parametrize("context", ["prefix", "prompt", "sequence"])
+def test_questions_have_members_of_their_own_in_whatever_order_they_are_read(scoring, context):
+    data = text_dataset(QUESTIONS, "questions")
+    small = untrained_decoder([data], initializer_range=0.3)
+    seed = DecoderSeed(small.model, small.tokenizer, "small", scoring)
+    settings = RouterSettings(top_k=2, context=context, form="logistic")
+    model = UnifiedModel(seed, ["seed", "a", "b"], [0, 4, 2], [0.0, 2.0, 1.0], settings)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for layer in model.layers:
+            router = layer.router
+            for p in (*layer.a.values(), *layer.b.values(), router.vectors, router.biases):
+                p.normal_(std=0.3)
+    letters, rows = data.features["label"].names, [["a"], ["b"], ["seed", "a", "b"], ["seed", "b"]]
+    score, batch = model.scorer(letters), next(iter(seed.batches(data, letters)))
+    with torch.no_grad():
+        free = score(batch)
+        with model.only(rows=rows):
+            together = score(batch)
+            with pytest.raises(ValueError, match="4 rows of members|given as .4, 3."):
+                score(next(iter(seed.batches(data.select(range(3)), letters))))
+        assert torch.equal(score(batch), free)
+        for place, names in enumerate(rows):
+            with model.only(*names):
+                alone = score(next(iter(seed.batches(data.select([place]), letters))))[0]
+            there = alone.isfinite()
+            assert close(together[place][there], alone[there], 1e-4)
+            assert torch.equal(together[place].isfinite(), there)
+            if names != model.experts:
+                assert not close(together[place][there], free[place][there], 1e-3)
 
 
 # ---- one lambda for all layers
@@ -360,6 +489,15 @@ def test_tensors_that_do_not_fit_are_refused_and_named(change, merge_with, tmp_p
     [
         dict(experts=["seed", "a", "b", "a"]),
         dict(experts=["seed"]),
+        dict(experts=["seed", "a", "b", "../c"]),
+        dict(experts=["seed", "a", "b", "/c"]),
+        dict(experts=["seed", "a", "b", ""]),
+        dict(experts=["seed", "a", "b", "B"]),
+        dict(experts=["a", "seed", "b", "c"]),
+        dict(experts=["seed", "seed", "b", "c"], ranks=[0, 0, 4, 4]),
+        dict(scales=[0, 2, 2, -2]),
+        dict(scales=[0, 2, 2, float("nan")]),
+        dict(scales=[0, 2, 2, 10**400]),
         dict(experts=[], ranks=[], scales=[]),
         dict(ranks=[0, 4, -4, 4]),
         dict(ranks=[0, 4, 4]),
@@ -382,3 +520,69 @@ def test_facts_are_those_of_the_model(merge_with, tmp_path):
     told["router"] = RouterSettings(**told["router"])
     wanted = ["seed", "a", "b", "c"], [0, 4, 4, 4], [0.0, 2.0, 2.0, 2.0], RouterSettings(top_k=2)
     assert MoEFacts(**told) == MoEFacts(*wanted)
+
+
+# ---- its lineage
+
+
+LINEAGE = [
+    Contribution("a", digest("of a"), 12, 30, digest([1, 2])),
+    Contribution("c", digest("of c"), 0),
+]
+
+
+def test_lineage_comes_back_from_a_folder_and_is_shown(merge_with, tmp_path):
+    model = merge_with()
+    assert model.lineage == [] and model.random_state is None
+    assert load_model(model.save(tmp_path / "without")).lineage_table().empty
+    model.lineage, model.random_state = LINEAGE, 7
+    again = load_model(model.save(tmp_path / "model"))
+    assert again.lineage == LINEAGE and again.random_state == 7
+    table = again.lineage_table()
+    assert list(table.index) == ["a", "c"] and table.loc["a", "bundle"] == digest("of a")
+    assert list(table["proxies"]) == [12, 0] and table.loc["a", "private_samples"] == 30
+    assert same(again.backbone, load_model(tmp_path / "without").backbone)
+
+
+def test_a_folder_that_was_written_without_a_lineage_can_still_be_read(merge_with, tmp_path):
+    file = merge_with().save(tmp_path / "model") / "model.json"
+    told = json.loads(file.read_text())
+    assert told.pop("lineage") == [] and told.pop("random_state") is None
+    file.write_text(json.dumps(told))
+    again = read_model(tmp_path / "model")
+    assert again.lineage == [] and again.random_state is None
+
+
+ONE = dict(client="a", bundle=digest("of a"), proxies=12)
+LINEAGES = [
+    ([ONE | dict(client="d")], "lineage must name experts of the model"),
+    ([ONE, ONE], "each once"),
+    ([ONE | dict(bundle="../a")], "bundle is '../a', but must be 64 hexadecimal digits"),
+    ([ONE | dict(bundle=digest("of a").upper())], "64 hexadecimal digits"),
+    ([ONE | dict(proxies_sha256="0" * 65)], "proxies_sha256 is"),
+    ([ONE | dict(proxies=-1)], "proxies is -1, but must not be negative"),
+    ([ONE | dict(private_samples=-1)], "private_samples is -1"),
+    ([ONE | dict(proxies="many")], "lineage.0.proxies is 'many'"),
+    ([ONE | dict(path="/etc")], "lineage.0.path is '/etc'. Unexpected"),
+    ([dict(client="a")], "lineage.0.bundle"),
+    ({"a": ONE}, "lineage is"),
+    ("a", "lineage is 'a'"),
+    ([[]], "lineage.0 is"),
+]
+
+
+@pytest.mark.parametrize("lineage, told", LINEAGES, ids=[told for _, told in LINEAGES])
+def test_lineages_that_cannot_be_are_refused_and_the_file_is_named(
+    lineage, told, merge_with, tmp_path
+):
+    file = merge_with().save(tmp_path / "model") / "model.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(lineage=lineage)))
+    with pytest.raises(ValueError, match=f"model.json.*{told}"):
+        read_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["../a", "/a", "", ".a", "seed", "Seed", "St. Mary", "x" * 65])
+def test_experts_have_names_that_a_client_may_have(name, tiny):
+    "Names become folders when experts are taken out; this is said before anything is trained."
+    with pytest.raises(ValueError, match="the client's name"):
+        UnifiedModel(tiny.seed, ["seed", name], [0, 4], [0.0, 2.0])

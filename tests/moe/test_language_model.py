@@ -201,6 +201,155 @@ def test_what_has_no_context_is_refused(family):
         model._replicate_for_data_parallel()(TEXTS)
 
 
+# Members of each text
+
+
+ROWS = [["law"], ["seed", "medicine"]]
+
+
+@families
+@pytest.mark.parametrize("context", ["prefix", "prompt", "sequence"])
+def test_each_text_is_what_it_is_alone_with_its_members(family, context):
+    model = build(family, context=context)
+    free, together = logits_of(model), logits_of(model, members=model.members(ROWS))
+    alone = logits_of(model, TEXTS[:1, 3:], None, members=model.members(ROWS[:1]))
+    assert close(together[0, 3:], alone[0]) and not close(free[0, 3:], alone[0])
+    alone = logits_of(model, TEXTS[1:], None, members=model.members(ROWS[1:]))
+    assert close(together[1:], alone) and not close(free[1:], alone)
+    everybody = model.members([EXPERTS["experts"]] * 2)
+    assert torch.equal(logits_of(model, members=everybody), free)
+    assert torch.equal(logits_of(model), free)  # nothing is kept
+
+
+def test_switched_off_experts_have_no_part_in_a_text():
+    model, members = build(top_k=3), build().members(ROWS)
+    before = logits_of(model, members=members)
+    with torch.no_grad():
+        for layer in model.moe_layers:
+            for b in layer.b.values():
+                b[layer.owner == 1] += 1.0  # law
+    after = logits_of(model, members=members)
+    assert torch.equal(after[1], before[1]) and not close(after[0], before[0])
+
+
+@pytest.mark.parametrize(
+    "context, pieces", [("prefix", [1] * 9), ("prefix", [4, 1, 1, 3]), ("prompt", [4, 1, 1, 3])]
+)
+def test_members_with_a_cache_are_those_of_the_full_pass(context, pieces):
+    model, kept, parts, start = build(context=context), None, [], 0
+    members = model.members(ROWS)
+    asked = torch.zeros_like(LEFT)
+    asked[:, : pieces[0]] = LEFT[:, : pieces[0]]
+    with torch.no_grad():
+        for length in pieces:
+            end = start + length
+            texts, how = TEXTS[:, start:end], dict(attention_mask=LEFT[:, :end], use_cache=True)
+            part = model(texts, past_key_values=kept, members=members, **how)
+            kept, start = part.past_key_values, end
+            parts.append(part.logits)
+    full = logits_of(model, members=members, prompt_mask=asked, use_cache=False)
+    assert close(torch.cat(parts, 1)[LEFT.bool()], full[LEFT.bool()])
+
+
+WAYS = dict(
+    greedy={},
+    beams=dict(num_beams=3),
+    returned=dict(num_beams=3, num_return_sequences=2),
+    chunks=dict(prefill_chunk_size=4),
+)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("way", WAYS)
+def test_each_text_is_written_as_it_is_alone_with_its_members(family, way):
+    model, how = shared(family), WHOLE | WAYS[way]
+    number = how.get("num_return_sequences", 1)
+    settings = dict(attention_mask=LEFT, members=model.members(ROWS)) | how
+    written = model.generate(TEXTS, **settings)
+    if way != "chunks":
+        assert torch.equal(written, model.generate(TEXTS, use_cache=False, **settings))
+    assert not torch.equal(written, model.generate(TEXTS, attention_mask=LEFT, **how))
+    for row, cut in enumerate((3, 0)):
+        members = model.members(ROWS[row : row + 1])
+        alone = model.generate(TEXTS[row : row + 1, cut:], members=members, **how)
+        together = written[row * number : (row + 1) * number, cut:]
+        assert torch.equal(together, alone)
+
+
+def test_sampled_texts_have_members_too():
+    model, how = shared(), dict(do_sample=True, num_return_sequences=3) | WHOLE
+    written = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        settings = dict(attention_mask=LEFT, members=model.members(ROWS), use_cache=use_cache)
+        written.append(model.generate(TEXTS, **settings, **how))
+    assert torch.equal(*written) and written[0].shape == (6, 16)
+
+
+def test_members_go_with_drafts_or_are_refused():
+    model, text, members = shared(), TEXTS[1:], shared().members(ROWS[:1])
+    greedy = model.generate(text, members=members, **WHOLE)
+    for how in (dict(prompt_lookup_num_tokens=3), dict(assistant_model=shared("olmo2"))):
+        assert torch.equal(model.generate(text, members=members, **how, **WHOLE), greedy)
+    with pytest.raises(ValueError, match="members"):
+        model.generate(text, members=members, assistant_model=model.backbone, **WHOLE)
+
+
+def test_members_that_do_not_fit_are_one_clear_error():
+    model = shared()
+    members = model.members(ROWS)
+    assert members.dtype == torch.bool
+    assert members.tolist() == [[False, True, False], [True, False, True]]
+    for wrong, told in (
+        ([["law"], ["poetry", "law"]], "row 1: no expert 'poetry'; this model has seed, law"),
+        ([[]], "row 0: give a list of names"),
+        (["law"], "row 0: give a list of names"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            model.members(wrong)
+    fits = r"given as \[2, 3\], but this pass has 1 samples and 3 experts"
+    with pytest.raises(ValueError, match=fits):
+        model(TEXTS[:1], members=members)
+    with pytest.raises(ValueError, match=r"given as \[2, 2\]"):
+        model.generate(TEXTS, members=members[:, 1:], **WHOLE)
+    for wrong in (members[0], members & ~members, model.members([])):
+        with pytest.raises(ValueError, match="at least one expert for each text"):
+            model.generate(TEXTS, members=wrong, **WHOLE)
+    assert torch.equal(logits_of(model), logits_of(build()))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["anew", "reentrant"])
+def test_texts_with_members_teach_their_members_only(reentrant):
+    model = build().train()
+    members = model.members([["law"], ["law", "seed"]])
+    how = dict(attention_mask=LEFT, labels=TEXTS.masked_fill(LEFT == 0, -100), members=members)
+
+    def learnt():
+        model.zero_grad()
+        model(TEXTS, **how).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    expected = learnt()
+    for layer in model.moe_layers:
+        law = layer.owner == 1
+        for b in layer.b.values():
+            assert b.grad[law].any() and not b.grad[~law].any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+    found = learnt()
+    assert all(close(found[name], expected[name]) for name in expected)
+
+
+@compiles
+def test_compiled_with_members_without_a_break():
+    torch._dynamo.reset()
+    model = shared()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    settings = dict(members=model.members(ROWS), use_cache=False)
+    assert torch.equal(logits_of(compiled, **settings), logits_of(model, **settings))
+
+
 # Saving and loading
 
 
@@ -356,7 +505,7 @@ def test_loading_reports_what_it_did_if_asked(tmp_path):
     ],
 )
 def test_a_wrong_configuration_is_one_clear_error(change):
-    told = "need a rank and a scale|top_k is 0|none of sequence, prefix, prompt"
+    told = "need a rank and a scale|top_k is 0|one of sequence, prefix, prompt"
     with pytest.raises(ValueError, match=told):
         HarmoMoEConfig(LlamaConfig(**SIZE), **EXPERTS | change)
 
@@ -379,10 +528,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 given = load_file("inputs")
 texts, mask = given["texts"], given["mask"]
 opened = lambda folder: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-logits = lambda model: model(texts, attention_mask=mask).logits.detach()
+logits = lambda model, **how: model(texts, attention_mask=mask, **how).logits.detach()
 found = {}
 for name in ("first", "second"):
     model = opened(name)
+    found[f"{name}.served"] = logits(model, members=model.members([["law"], ["seed"]]))
     model.save_pretrained(f"{name} again")
     assert torch.equal(logits(model), logits(opened(f"{name} again")))
     assert AutoConfig.from_pretrained(name, trust_remote_code=True)
@@ -419,6 +569,8 @@ def test_a_folder_is_enough(tmp_path):
     found = load_file(tmp_path / "outputs")
     for name, model in dict(first=first, second=second).items():
         assert torch.equal(found[name], logits_of(model))
+        members = model.members([["law"], ["seed"]])
+        assert torch.equal(found[f"{name}.served"], logits_of(model, members=members))
         settings = dict(attention_mask=LEFT, max_new_tokens=4, use_cache=name == "first")
         assert torch.equal(found[f"{name}.written"], model.generate(TEXTS, **settings))
         again = AutoModelForCausalLM.from_pretrained(tmp_path / f"{name} again")

@@ -104,3 +104,21 @@ def test_lambda_that_stepped_over_a_bound_can_come_back(start, way, width):
 def test_clients_send_means_unless_the_router_starts_from_density_ratios():
     forms = {form: RouterSettings(form=form).sent_form for form in (*FORMS, "random")}
     assert forms == dict(mean="mean", logistic="logistic", moments="moments", random="mean")
+
+
+# ---- members
+
+
+def test_members_of_a_pass_go_before_those_of_the_router():
+    z, router = normal(2, 3, 4), Router(normal(3, 4, random_state=1), top_k=2)
+    router.active = torch.tensor([True, False, False])
+    each = torch.tensor([[False, True, True], [True, True, False]])
+    found = router.probabilities(z, Context(active=each))
+    free = Router(router.vectors.detach()).probabilities(z)
+    for sample, members in enumerate(each):
+        assert not found[sample, :, ~members].any()
+        on = free[sample, :, members]
+        assert close(found[sample, :, members], on / on.sum(-1, keepdim=True))
+    as_numbers = router.probabilities(z, Context(active=each.long()))
+    assert torch.equal(as_numbers, found)
+    assert torch.equal(router(z)[1].unique(), torch.tensor([0]))
