@@ -12,9 +12,9 @@ settings = config["DEFAULT"]
 
 extras = {
     name: settings[f"{name}_requirements"].split()
-    for name in ("notebooks", "harness", "gguf", "dev")
+    for name in ("notebooks", "harness", "gguf", "signing", "dev")
 }
-extras["dev"] += extras["notebooks"] + extras["harness"]
+extras["dev"] += extras["notebooks"] + extras["harness"] + extras["signing"]
 first, last = (int(settings[key].split(".")[1]) for key in ("min_python", "max_tested_python"))
 
 setup(

@@ -4,6 +4,7 @@ time."""
 import json
 import os
 import shutil
+import socket
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -25,6 +26,7 @@ from harmomoe.bundle.files import (
     read_bundle,
     write_bundle,
 )
+from harmomoe.bundle.manifest import Limits
 from harmomoe.client.expert import load_expert
 from harmomoe.config.settings import changed
 from harmomoe.describe.proxies import ProxySet
@@ -84,6 +86,17 @@ def listed(name, **changes):
     return apply
 
 
+def text(old, new):
+    "What the manifest says, changed as text."
+
+    def apply(folder):
+        content = (folder / MANIFEST).read_text()
+        assert old in content
+        (folder / MANIFEST).write_text(content.replace(old, new, 1))
+
+    return apply
+
+
 def deep(folder):
     "Settings nested so deeply that a copy of them would exhaust the stack."
     inputs(settings="SETTINGS")(folder)
@@ -116,24 +129,36 @@ def link(name, target=None):
     return apply
 
 
-def folder_at(name):
-    "A folder where a file should be."
+def instead(name, make):
+    "Something else where a file should be, or beside the files."
 
     def apply(folder):
-        (folder / name).unlink()
-        (folder / name).mkdir()
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
 
     return apply
 
 
-def pipe_at(name):
-    "A pipe, whose reader would wait for ever."
+def socket_at(path):
+    "A socket; the name that it is bound to must be short."
+    here = os.getcwd()
+    os.chdir(path.parent)
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(here)
 
-    def apply(folder):
-        (folder / name).unlink()
-        os.mkfifo(folder / name)
 
-    return apply
+def crowd(folder):
+    "More files than anybody should count."
+    for number in range(2000):
+        (folder / f"{number}").touch()
+
+
+def sparse(name, size):
+    "A file that says that it is huge, and takes no space."
+    return lambda folder: os.truncate(folder / name, size)
 
 
 def tensors(changes):
@@ -172,12 +197,13 @@ def routing(layers=2, width=64, value=0.0, form="mean", dtype=torch.float32, vec
 
 
 def ids(values, kind=pa.int64(), name="id", metadata={}, **more):
-    "Another list of proxies."
+    "Another list of proxies; the manifest says how many."
 
     def apply(folder):
         label = pq.read_schema(folder / PROXIES).metadata | metadata
         table = pa.table({name: pa.array(values, kind)} | more)
         pq.write_table(table.replace_schema_metadata(label), folder / PROXIES)
+        facts(proxies=len(table))(folder)
         reseal(folder)
 
     return apply
@@ -187,12 +213,22 @@ FFN = "base_model.model.transformer.resblocks.0.mlp.c_fc."
 A, B = f"{FFN}lora_A.weight", f"{FFN}lora_B.weight"
 PLAIN, LINK = "must be a plain LoRA adapter", "is no bundle: {} is a link"
 NOT_FINITE = "resblocks.0.mlp.c_fc is not finite"
+HUGE = "factors of transformer.resblocks.0.mlp.c_fc are so large .* times its norm"
 
 
 # ---- the folder
 
 FOLDER = {
     "no manifest": (file(MANIFEST, sealed=False), "manifest.json is missing"),
+    "folder of nothing": (instead("more", os.mkdir), "more does not belong"),
+    "folder in the adapter": (instead("adapter/more", os.mkdir), "adapter/more does not belong"),
+    "pipe beside the files": (instead("more", os.mkfifo), "more does not belong"),
+    "socket beside the files": (instead("adapter/x", socket_at), "adapter/x does not belong"),
+    "link beside the files": (instead("x", lambda p: p.symlink_to("/etc")), "x does not belong"),
+    "thousands of files": (crowd, "does not belong"),
+    "name in two lines": (file("a\nb", b"x", sealed=False), "no bundle: a b does not belong"),
+    "name that steers": (file("a\x1b[2J", b"x", sealed=False), r"a.x1b.2J does not belong"),
+    "name of no text": (file("a\udcff", b"x", sealed=False), r"a.udcff does not belong"),
     "file gone": (file(PROXIES, sealed=False), "proxies.parquet is missing"),
     "file never there": (file(PROXIES), "proxies.parquet is missing"),
     "file smuggled in": (file("image.png", b"x", sealed=False), "image.png does not belong"),
@@ -207,10 +243,18 @@ FOLDER = {
     "link to the machine's own": (link(PROXIES, "/etc/hosts"), LINK.format(PROXIES)),
     "manifest that is a link": (link(MANIFEST), LINK.format(MANIFEST)),
     "adapter that is a link": (link(ADAPTER), LINK.format(ADAPTER)),
-    "folder in place of a file": (folder_at(ROUTING), f"{ROUTING} is missing"),
-    "folder in place of the manifest": (folder_at(MANIFEST), "manifest.json is missing"),
-    "pipe": (pipe_at(PROXIES), "proxies.parquet is missing"),
-    "pipe in place of the manifest": (pipe_at(MANIFEST), "manifest.json is missing"),
+    "folder in place of a file": (instead(ROUTING, os.mkdir), f"{ROUTING} is a folder"),
+    "folder in place of the manifest": (instead(MANIFEST, os.mkdir), "manifest.json is a folder"),
+    "pipe": (instead(PROXIES, os.mkfifo), "proxies.parquet is a pipe"),
+    "pipe in place of the manifest": (instead(MANIFEST, os.mkfifo), "manifest.json is a pipe"),
+    "socket": (instead(CONFIG_FILE, socket_at), "config.json is no ordinary file"),
+    "device": (instead(TENSORS_FILE, lambda p: p.symlink_to("/dev/zero")), "safetensors is a link"),
+    "manifest of a gigabyte": (
+        sparse(MANIFEST, 2**30),
+        "manifest.json has 1,073,741,824 bytes, but may have 1,048,576",
+    ),
+    "configuration of a gigabyte": (sparse(CONFIG_FILE, 2**30), "config.json has 1,073,741,824"),
+    "adapter of a terabyte": (sparse(TENSORS_FILE, 2**40), "takes bundles of at most 2,147,483"),
     "file changed": (file(ROUTING, b"x", sealed=False), "was changed after it was written"),
 }
 
@@ -237,15 +281,38 @@ SAID = {
     "name of the root": (facts(client="/a"), "client's name '/a' must be"),
     "name of the seed": (facts(client="seed"), "not be 'seed'"),
     "name that is hidden": (facts(client=".a"), "client's name '.a' must be"),
-    "name that no folder can have": (facts(client="\U0001d49c" * 100), "at most 200 bytes"),
+    "name with a blank": (facts(client="St. Mary"), "client's name 'St. Mary' must be"),
+    "name that no folder can have": (facts(client="\U0001d49c" * 100), "must be 1 to 64"),
+    "name of half a character": (facts(client="\ud800"), "must be 1 to 64"),
     "name that is a list": (facts(client=["a"]), r"facts.client is \['a'\]"),
     "name of a million letters": (facts(client="x" * 10**6), "client's name 'xxx"),
     "negative count": (facts(private_samples=-1), "private_samples is -1"),
-    "count that is not a number": (facts(proxies=float("nan")), "facts.proxies is nan"),
-    "infinite count": (facts(proxies=1e400), "facts.proxies is inf"),
+    "count that is not a number": (facts(proxies=float("nan")), "NaN is no finite number"),
+    "infinite count": (facts(proxies=1e400), "Infinity is no finite number"),
+    "count beyond float64": (text('"proxies": 12', '"proxies": 1e400'), "1e400 is no finite"),
+    "count of 400 digits": (facts(proxies=10**400), "10000000000000000000 is no finite number"),
+    "count of 300 digits": (facts(private_samples=10**300), "private_samples is 1000000"),
+    "count that is true": (facts(private_samples=True), "private_samples is True"),
+    "count with a point": (facts(private_samples=30.0), "private_samples is 30.0"),
+    "count as text": (facts(private_samples="30"), "private_samples is '30'"),
+    "other count of proxies": (facts(proxies=13), "says 13 proxies, but proxies.parquet has 12"),
+    "number in the settings": (inputs(settings=dict(a=float("nan"))), "NaN is no finite number"),
+    "key twice": (text('"kind"', '"kind": "model", "kind"'), "the key 'kind' occurs twice"),
+    "key twice further in": (text('"client"', '"client": "b", "client"'), "'client' occurs twice"),
+    "no UTF-8": (file(MANIFEST, b'{"kind": "\xff"}', sealed=False), "is no JSON .*utf-8"),
+    "pool in two lines": (inputs(pool="a\nb"), "pool must be one line of text"),
+    "pool that steers": (inputs(pool="\x1b[2J"), "pool must be one line of text"),
+    "list for facts": (manifest(facts=[]), r"facts is \[\]"),
+    "list for files": (manifest(files=[]), r"files is \[\]"),
+    "list for versions": (manifest(versions=[1]), r"versions is \[1\]"),
     "secret fact": (facts(diagnosis="..."), "unknown field 'facts.diagnosis'"),
-    "file elsewhere": (listed("../elsewhere"), "../elsewhere missing"),
-    "file at the root": (listed("/etc/passwd"), "/etc/passwd missing"),
+    "file elsewhere": (listed("../elsewhere"), "manifest.json: ../elsewhere is listed, but"),
+    "file at the root": (listed("/etc/passwd"), "/etc/passwd is listed, but does not belong"),
+    "file of Windows": (listed("..\\x"), r"..x is listed, but does not belong"),
+    "file in two lines": (listed("a\nb"), "a b is listed, but"),
+    "file that steers": (listed("\x1b[2J"), r".x1b.2J is listed, but"),
+    "the manifest itself": (listed(MANIFEST), "manifest.json is listed, but"),
+    "no files": (manifest(files={}), "config.json is not listed"),
     "digest that is none": (listed(ROUTING, sha256="abc"), "must be 64 hexadecimal digits"),
     "size that is not true": (listed(ROUTING, bytes=1), "bytes, but .* says 1"),
     "negative size": (listed(ROUTING, bytes=-1), "bytes, but .* says -1"),
@@ -273,8 +340,13 @@ ADAPTERS = {
     "beyond float32": (tensors({A: torch.full((4, 64), 1e300, dtype=torch.float64)}), NOT_FINITE),
     "product beyond float32": (
         tensors({A: torch.full((4, 64), 1e30), B: torch.full((256, 4), 1e30)}),
-        NOT_FINITE,
+        HUGE,
     ),
+    "factors that balance": (
+        tensors({A: torch.full((4, 64), 1e-20), B: torch.full((256, 4), 1e25)}),
+        HUGE,
+    ),
+    "change that drowns the weights": (tensors({B: torch.full((256, 4), 1e4)}), HUGE),
     "whole numbers": (tensors({A: torch.ones(4, 64).long()}), NOT_FINITE),
     "complex numbers": (tensors({A: torch.ones(4, 64).to(torch.complex64)}), NOT_FINITE),
     "eight bits": (tensors({A: torch.ones(4, 64).to(torch.float8_e4m3fn)}), NOT_FINITE),
@@ -290,20 +362,34 @@ ADAPTERS = {
     "config nested": (file(CONFIG_FILE, b"[" * 10**5), "nested deeper than"),
     "config without rank": (file(CONFIG_FILE, b'{"peft_type": "LORA"}'), "'r' is missing"),
     "other rank in the config": (config(r=8), "rank 8 need"),
-    "rank beyond all numbers": (config(r=10**400), "need"),
+    "rank beyond all numbers": (config(r=10**400), "10000000000000000000 is no finite number"),
+    "rank of 300 digits": (config(r=10**300), "r is 1000000.* takes ranks of at most 256"),
+    "rank above the limit": (config(r=257), "r is 257, but the server takes ranks of at most 256"),
+    "rank that is true": (config(r=True), "r is True"),
+    "rank with a point": (config(r=4.0), "r is 4.0"),
     "rank 0": (config(r=0), "r is 0 and lora_alpha 8.0, but both must be positive"),
     "negative rank": (config(r=-4), "r is -4"),
     "rank in words": (config(r="four"), "r is 'four'"),
-    "alpha is not a number": (config(lora_alpha=float("nan")), "lora_alpha nan"),
-    "alpha is infinite": (config(lora_alpha=1e400), "lora_alpha inf"),
+    "alpha is not a number": (config(lora_alpha=float("nan")), "NaN is no finite number"),
+    "alpha is infinite": (config(lora_alpha=1e400), "Infinity is no finite number"),
     "alpha is negative": (config(lora_alpha=-8), "lora_alpha -8.0"),
-    "alpha that makes infinity": (config(lora_alpha=1e308), "is not finite"),
+    "alpha is 0": (config(lora_alpha=0), "lora_alpha 0.0, but both must be positive"),
+    "alpha is 1e30": (config(lora_alpha=1e30), r"lora_alpha 1e\+30, but .* at most 1000000"),
+    "alpha as text": (config(lora_alpha="8"), "lora_alpha is '8'"),
+    "alpha that drowns the weights": (config(lora_alpha=1e6), "are so large"),
     "DoRA": (config(use_dora=True), f"{PLAIN}.*use_dora"),
-    "trained biases": (config(bias="all"), f"{PLAIN}.*bias='all'"),
+    "trained biases": (config(bias="all"), f"{PLAIN}.*bias is 'all'"),
     "rank pattern": (config(rank_pattern={"c_fc": 2}), f"{PLAIN}.*rank_pattern"),
     "whole modules": (config(modules_to_save=["proj"]), f"{PLAIN}.*modules_to_save"),
-    "start that changes the seed": (config(init_lora_weights="pissa"), f"{PLAIN}.*init_lora_wei"),
-    "another PEFT method": (config(peft_type="IA3"), f"{PLAIN}, but is IA3"),
+    "start that changes the seed": (config(init_lora_weights="pissa"), "init_lora_weights is 'pi"),
+    "another PEFT method": (config(peft_type="IA3"), f"{PLAIN}, but is 'IA3'"),
+    "layers twice": (config(layer_replication=[[0, 2], [0, 2]]), f"{PLAIN}.*layer_replication"),
+    "transposed": (config(fan_in_fan_out=True), f"{PLAIN}.*fan_in_fan_out"),
+    "other parameters": (config(target_parameters=["a"]), f"{PLAIN}.*target_parameters"),
+    "some layers only": (config(layers_to_transform=[0]), f"{PLAIN}.*layers_to_transform"),
+    "field of a later PEFT": (config(use_rings=True), f"{PLAIN}.*use_rings.*not known here"),
+    "name of a tensor in two lines": (tensors({"a\nb": torch.zeros(1)}), "changes a b, which"),
+    "name of a tensor without end": (tensors({"a" * 10**5: torch.zeros(1)}), "changes aaa"),
 }
 
 # ---- routing vectors and proxies
@@ -324,6 +410,10 @@ DESCRIPTIONS = {
     "means with spreads": (routing(width=128), r"vectors \[2, 64\], but is \(2, 128\)"),
     "no spreads": (routing(form="moments"), r"vectors \[2, 128\], but is \(2, 64\)"),
     "half of the spreads": (routing(width=127, form="moments"), r"but are \(2, 127\)"),
+    "whole numbers": (routing(dtype=torch.int64), "must hold finite numbers"),
+    "vectors that drown all others": (routing(value=1e30), "number of size 1e.30, but at most 1e"),
+    "form in two lines": (routing(form="a\nb"), "but must be .*mean.* logistic"),
+    "form without end": (routing(form="a" * 10**5), "but must be .*mean.* logistic"),
     "unknown form": (routing(form="random"), "is 'random', but must be .*mean.* logistic"),
     "proxies no parquet": (file(PROXIES, b"nothing"), "can't be read as parquet"),
     "proxies cut off": (file(PROXIES, b"PAR1"), "can't be read as parquet"),
@@ -337,6 +427,11 @@ DESCRIPTIONS = {
     "ids as text": (ids(["1"], pa.string()), "must have the columns id int64"),
     "ids by another name": (ids([1], name="ids"), "must have the columns id int64"),
     "a column more": (ids([1], image=pa.array([b"..."])), "must have the columns id int64"),
+    "relevance beside the ids": (ids([1], relevance=[0.5]), "must have the columns id int64"),
+    "relevance that is none": (ids([1], relevance=[float("nan")]), "must have the columns id int"),
+    "lists of ids": (ids([[1]], pa.list_(pa.int64())), "must have the columns id int64"),
+    "ids of half the size": (ids([1], pa.int32()), "must have the columns id int64"),
+    "ten million ids": (ids(np.zeros(10**7, np.int64)), "more rows than the pool has samples, 90"),
     "more ids than the pool has": (ids(range(91)), "more rows than the pool has samples, 90"),
     "ids of another pool": (ids([1], metadata={b"pool_fingerprint": b"0" * 64}), "000000000000"),
     "a note on the ids": (ids([1], metadata={b"note": b"..."}), "and nothing else"),
@@ -359,14 +454,18 @@ def test_spoilt_bundle_is_refused_saying_what_and_where(what, sent, tiny_public)
     with pytest.raises((ValueError, FileNotFoundError), match=said) as caught:
         read_bundle(sent, tiny_public)
     message = str(caught.value)
-    assert len(message) < 2000 and sorted(sent.rglob("*")) == before
-    assert str(sent) in message or "pool" in what  # whose message is about ids, wherever they are
+    assert sorted(sent.rglob("*")) == before and str(sent) in message
+    assert len(message) < 1000 and message.isprintable()
 
 
 def test_good_bundle_passes_and_so_does_one_written_anew(sent, tiny_public):
     "So that what is refused above is refused for what was spoilt."
     first = read_bundle(sent, tiny_public)
-    for apply in (reseal, tensors({}), config(), facts(), inputs(), listed(ROUTING), routing()):
+    nothing = text("{", "{")
+    for apply in (reseal, tensors({}), config(), facts(), inputs(), listed(ROUTING), nothing):
+        apply(sent)
+        assert read_bundle(sent, tiny_public).client == first.client
+    for apply in (routing(), routing(dtype=torch.float64), routing(value=1e6), config(r=4)):
         apply(sent)
         assert read_bundle(sent, tiny_public).client == first.client
     ids([5, 3, 89])(sent)
@@ -377,6 +476,43 @@ def test_a_folder_that_is_not_there_is_no_bundle(tiny_public, tmp_path):
     for folder in (tmp_path / "nowhere", tmp_path, str(tmp_path)):
         with pytest.raises(FileNotFoundError, match="holds no bundle: manifest.json is missing"):
             read_bundle(folder, tiny_public)
+
+
+# ---- limits
+
+
+def test_limits_of_the_server_are_met_or_not(sent, tiny_public):
+    size = sum(path.stat().st_size for path in sent.rglob("*") if path.is_file())
+    exact = Limits(rank=4, bytes=size, proxies=12, private_samples=30)
+    assert read_bundle(sent, tiny_public, exact).bytes == size
+    for change, said in (
+        (dict(rank=3), "adapter_config.json: r is 4, but the server takes ranks of at most 3"),
+        (dict(bytes=size - 1), "bytes, but the server takes bundles of at most"),
+        (dict(proxies=11), "has 12 proxies, but the server takes at most 11"),
+        (dict(private_samples=31), "says 30 private samples, but the server takes clients with 31"),
+    ):
+        with pytest.raises(ValueError, match=said) as caught:
+            read_bundle(sent, tiny_public, replace(exact, **change))
+        assert str(sent) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, CONFIG_FILE, TENSORS_FILE])
+def test_sizes_are_looked_at_before_anything_is_opened(name, sent, tiny_public, monkeypatch):
+    "A terabyte of zeros would take an hour to hash."
+    os.truncate(sent / name, 2**40)
+    opened = []
+    monkeypatch.setattr("builtins.open", lambda *given, **how: opened.append(given))
+    monkeypatch.setattr("io.open", lambda *given, **how: opened.append(given))
+    with pytest.raises(ValueError, match="1,099,5"):
+        read_bundle(sent, tiny_public)
+    assert not opened
+
+
+def test_ten_million_ids_are_refused_by_the_footer(sent, tiny_public, monkeypatch):
+    ids(np.zeros(10**7, np.int64))(sent)
+    monkeypatch.setattr("pyarrow.parquet.ParquetFile.iter_batches", None)  # calling it would raise
+    with pytest.raises(ValueError, match="more rows than the pool has samples, 90"):
+        read_bundle(sent, tiny_public)
 
 
 # ---- another seed, another pool
