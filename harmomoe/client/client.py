@@ -17,8 +17,8 @@ from datasets import Dataset
 from fastcore.basics import patch
 
 from ..base.artefacts import digest, keep, read_manifest, unfinished
+from ..base.schema import check_name
 from ..bundle.files import PROXIES, write_bundle
-from ..bundle.manifest import check_name
 from .expert import load_expert, save_expert, train_expert
 from ..data.domains import Domain, fingerprint
 from ..data.samples import expert_data, union_label_space
@@ -57,11 +57,12 @@ class Client:
     def bundle(
         self,
         folder: str | Path | None = None,  # the folder to write; None is `bundle` in its own
+        invitation: str | None = None,  # digest of the invitation that it answers
     ) -> Path:  # the folder to send
         "Everything that a client does, alone."
         where = folder or Path(self.folder, "bundle")
         given = self.domain.name, self.expert, self.routing, self.proxies, self.public
-        return write_bundle(where, *given, len(self.domain.train))
+        return write_bundle(where, *given, len(self.domain.train), invitation)
 
 # %% ../../nbs/client/01_client.ipynb #35d69ade
 def _judged(client: Client) -> dict:

@@ -1,0 +1,48 @@
+"The report is about exactly the files that would leave."
+
+import numpy as np
+import pytest
+
+from harmomoe.base.artefacts import MANIFEST
+from harmomoe.bundle.files import FILES
+from harmomoe.client.disclosure import disclose
+
+
+@pytest.fixture(scope="module")
+def report(tiny):
+    return disclose(tiny.work / "a" / "bundle", tiny.public)
+
+
+def test_every_file_is_listed_with_its_size_and_no_other(report):
+    files = report.files()
+    assert set(files.index) == {*FILES, MANIFEST}
+    total = sum(f.stat().st_size for f in report.bundle.folder.rglob("*") if f.is_file())
+    assert 1000 * files["kB"].sum() == pytest.approx(total)
+
+
+def test_numbers_in_the_report_are_those_of_the_files(report, tiny):
+    told = report.files()["made from private data"]
+    factors = sum(a.numel() + b.numel() for a, b in tiny.bundles[0].factors.values())
+    assert f"{factors:,} numbers, trained on 30 private samples" == told[FILES[1]]
+    assert told["proxies.parquet"].startswith("12 row numbers")
+
+
+def test_classes_are_those_of_the_proxies(report, tiny):
+    labels = np.array(tiny.pool.train["label"])[tiny.bundles[0].ids]
+    table = report.classes(most=100)
+    assert table["proxies"].sum() == len(labels)
+    for name, row in table.iterrows():
+        label = tiny.pool.classes.index(name)
+        share = (labels == label).mean() / (np.array(tiny.pool.train["label"]) == label).mean()
+        assert row["proxies"] == (labels == label).sum()
+        assert row["times chance"] == round(share, 1)
+    assert table["proxies"].is_monotonic_decreasing
+
+
+def test_a_changed_file_is_not_reported_but_refused(tiny, tmp_path):
+    import shutil
+
+    copy = shutil.copytree(tiny.work / "a" / "bundle", tmp_path / "bundle")
+    (copy / "notes.txt").write_text("private")
+    with pytest.raises(ValueError, match="notes.txt"):
+        disclose(copy, tiny.public)
