@@ -46,6 +46,7 @@ DISTRIBUTIONS = {
     "sklearn": "scikit-learn",
     "open_clip": "open_clip_torch",
     "yaml": "pyyaml",
+    "model_signing": "model-signing",
 }  # where names differ
 
 
@@ -169,7 +170,7 @@ def test_wheel_says_what_settings_say(wheel):
     assert said["License-Expression"] == wanted["license"]
     required = [line for line in said.get_all("Requires-Dist") if "extra ==" not in line]
     assert sorted(required) == sorted(wanted["requirements"].split())
-    assert said.get_all("Provides-Extra") == ["notebooks", "harness", "gguf", "dev"]
+    assert said.get_all("Provides-Extra") == ["notebooks", "harness", "gguf", "signing", "dev"]
 
 
 def test_wheel_has_all_modules_and_data_and_works_alone(wheel, tmp_path):
@@ -278,8 +279,10 @@ def required(*keys: str) -> set[str]:
 @pytest.mark.parametrize("module", MODULES, ids=identifier)
 def test_module_needs_only_what_is_required(module):
     """The report is for those who run notebooks, and so is the plotting library that it imports
-    inside its functions."""
+    inside its functions. Signatures are an extra, which they import likewise."""
     keys = ["requirements"]
+    if identifier(module) == "bundle/signatures":
+        keys.append("signing_requirements")
     if identifier(module) == "bench/report":
         keys.append("notebooks_requirements")
     assert third_party_imports(module.read_text(encoding="utf-8")) <= required(*keys)

@@ -140,7 +140,8 @@ def merge_anchored(
     public: Public,  # what everybody has
 ) -> UnifiedModel:
     "Experts beside the public one; only the router is tuned, on the union of the proxies."
-    model = merge(bundles, public, anchored_router(public.config.router.top_k))
+    # these lines of a router are no density ratios to the pool
+    model = merge(bundles, public, anchored_router(public.config.router.top_k), normalised=False)
     finetune(only_routers(model), proxy_union(bundles, public), public, "FlexOlmo")
     return model
 

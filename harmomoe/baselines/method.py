@@ -15,6 +15,7 @@ from typing import Callable
 
 from fastcore.basics import patch
 
+from ..base.schema import check_names
 from ..bundle.files import ADAPTER_FILES, PROXIES, Bundle, read_bundle
 from ..client.client import Client
 from ..config.settings import Config, changed, preset
@@ -139,7 +140,9 @@ def run(
     domains: list[Domain],  # the clients' data
     folder: str | Path,  # where the clients work, in stages that methods share
 ) -> tuple[Model, int]:  # the model; what left all clients together, in bytes
-    "A whole method, all clients and the server played by one machine."
+    """A whole method, all clients and the server played by one machine. Raises `ValueError` for
+    names that clients cannot have."""
+    check_names(domain.name for domain in domains)  # before the first of them trains for hours
     own = public.with_config(self.adjust(public.config))
     received = self.receive(own, domains, folder)
     return self.serve(self.shown(received), own), self.bytes_sent(received)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from watching import alike
 
-from harmomoe.baselines.method import PARTS, OneShot, harmomoe
+from harmomoe.baselines.method import PARTS, AllData, OneShot, Rounds, harmomoe
 from harmomoe.server.server import unify
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")
@@ -48,3 +48,12 @@ def test_what_a_method_adjusts_holds_for_clients_and_server(tiny, tmp_path):
 def test_harmomoe_among_the_methods_is_harmomoe(play, tiny, logits):
     model, played = unify(tiny.bundles, tiny.public), play("harmomoe").model
     assert alike(logits(model), logits(played)) and model.losses == played.losses
+
+
+@pytest.mark.parametrize("kind", [OneShot, AllData, Rounds])
+def test_names_that_clients_cannot_have_are_said_before_anybody_trains(kind, tiny, tmp_path):
+    wrong = [replace(tiny.b, name=name) for name in ("my photos", "../b", "seed", "x" * 65, "A")]
+    for domain in wrong:
+        with pytest.raises(ValueError, match=f"{domain.name!r}"):
+            kind("mine", None).run(tiny.public, [tiny.a, domain], tmp_path)
+    assert not any(tmp_path.iterdir())
