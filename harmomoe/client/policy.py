@@ -7,7 +7,7 @@ Docs: https://harmomoe.github.io/harmomoe/client/policy.html.md"""
 # %% auto #0
 __all__ = ['PARTS', 'Guarantee', 'Policy', 'read_policy', 'pack']
 
-# %% ../../nbs/client/02_policy.ipynb #c4fb5c46
+# %% ../../nbs/client/02_policy.ipynb #bf725a57
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,7 +16,7 @@ from fastcore.basics import patch
 
 from ..base.schema import STRICT, read_yaml
 from ..bundle.invitation import Invitation
-from ..bundle.signatures import sign_bundle
+from ..bundle.signatures import check_private_key, sign_bundle
 from .client import Client
 
 # %% ../../nbs/client/02_policy.ipynb #296dfa10
@@ -60,14 +60,16 @@ def read_policy(
     file, the field and what is wrong."""
     return read_yaml(Policy, file)
 
-# %% ../../nbs/client/02_policy.ipynb #3af17a70
+# %% ../../nbs/client/02_policy.ipynb #3dab5012
 @patch
 def check(
     self: Policy,
     client: Client,
     invitation: Invitation,
+    key: str | Path | None = None,  # file with the client's private key, PEM; None does not sign
 ) -> None:
-    "Raises `ValueError` if the policy or the invitation forbids what the client would send."
+    """Raises `ValueError` if the policy or the invitation forbids what the client would send, and
+    as `check_private_key`."""
     name, samples = client.domain.name, len(client.domain.train)
     if missing := [part for part in PARTS if part not in self.leave]:
         raise ValueError(
@@ -85,6 +87,10 @@ def check(
             f"{self.private_samples} at least: fewer say too much about each."
         )
     _check_invited(name, samples, invitation)
+    if key is not None:
+        check_private_key(Path(key))
+    elif invitation.keys:
+        raise ValueError("the invitation wants signed bundles: name your private key's file.")
 
 # %% ../../nbs/client/02_policy.ipynb #d3cd4947
 def _check_invited(name: str, samples: int, invitation: Invitation) -> None:
@@ -103,7 +109,7 @@ def _check_invited(name: str, samples: int, invitation: Invitation) -> None:
         if bad:
             raise ValueError(f"{what}: {value}, but the invitation's limit is {limit}.")
 
-# %% ../../nbs/client/02_policy.ipynb #4c6bad0a
+# %% ../../nbs/client/02_policy.ipynb #6982fefa
 def pack(
     client: Client,
     policy: Policy,
@@ -111,13 +117,9 @@ def pack(
     folder: str | Path | None = None,  # the folder to write; None is `bundle` in the client's own
     key: str | Path | None = None,  # file with the client's private key, PEM; None does not sign
 ) -> Path:  # the folder; sending it is left to whoever has looked at it
-    """Run the client's part and write its bundle, signed if there is a key. Raises `ValueError` as
-    `Policy.check`, and without a key where the invitation wants signatures."""
-    policy.check(client, invitation)
-    if invitation.keys and key is None:
-        raise ValueError(
-            "the invitation wants signed bundles: name the file with your private key."
-        )
+    """Run the client's part and write its bundle, signed if there is a key. Raises as
+    `Policy.check`."""
+    policy.check(client, invitation, key)
     packed = client.bundle(folder, invitation.digest)
     if key is not None:
         sign_bundle(packed, key)

@@ -7,25 +7,28 @@ Docs: https://harmomoe.github.io/harmomoe/server/screen.html.md"""
 # %% auto #0
 __all__ = ['LARGEST', 'SUFFERS', 'HARM', 'Effect', 'effect', 'effects', 'Verdict', 'screen']
 
-# %% ../../nbs/server/03_screen.ipynb #b755b49d
+# %% ../../nbs/server/03_screen.ipynb #8b336e2e
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from fastcore.basics import patch
 from scipy import stats
 from torch import Tensor, nn
 
 from ..bundle.files import Bundle
 from ..data.samples import labelled
 from ..describe.public import Public
+from ..describe.routing import form_means
 from ..models.model import Model
 from ..models.seed import Task
 from ..models.unified import UnifiedModel
 from ..moe.router import RouterSettings
 from .merge import check_bundles, merge
+from .normalise import normalise
 
-# %% ../../nbs/server/03_screen.ipynb #230fbba2
+# %% ../../nbs/server/03_screen.ipynb #0912c8c5
 LARGEST = 1e3  # nats: a larger loss, or one that is no number, counts as this
 SUFFERS = 0.5  # nats by which a sample's loss must rise
 
@@ -38,26 +41,29 @@ class Effect:
     mean: float  # nats: loss with the member, less loss without it, mean over the samples
     low: float  # the 95 % interval of the mean begins here
     high: float  # and ends here
-    share: float  # of the samples that suffer
+    share: float  # of the claimed samples that suffer
     share_low: float  # the 95 % interval of the share begins here
     samples: int  # how many
+    claimed: int  # how many of them their member claims
 
 
 def effect(
     on: str,  # whose proxies these are
     with_it: np.ndarray,  # float64 [m], losses of the model with the member
     without: np.ndarray,  # float64 [m], losses on the same samples without it
+    claimed: np.ndarray | None = None,  # bool [m], which of them count for the share; None: all
 ) -> Effect:
     "Paired differences and their intervals; that of a single sample's mean reaches everywhere."
     harm, m = np.subtract(with_it, without), len(with_it)
     mean, half = float(harm.mean()), np.inf
     if m > 1:
         half = float(stats.t.ppf(0.975, m - 1) * harm.std(ddof=1) / m**0.5)
-    suffer = int((harm > SUFFERS).sum())
-    low = stats.binomtest(suffer, m).proportion_ci(method="wilson").low
-    return Effect(on, mean, mean - half, mean + half, suffer / m, float(low), m)
+    counted = harm if claimed is None else harm[claimed]
+    suffer, n = int((counted > SUFFERS).sum()), len(counted)
+    low = float(stats.binomtest(suffer, n).proportion_ci(method="wilson").low) if n else 0.0
+    return Effect(on, mean, mean - half, mean + half, suffer / max(n, 1), low, m, n)
 
-# %% ../../nbs/server/03_screen.ipynb #f4867be6
+# %% ../../nbs/server/03_screen.ipynb #586a4609
 def _chosen(bundle: Bundle, public: Public, most: int) -> np.ndarray:
     "Rows of the pool: all proxies of a member, or a random part of them."
     if len(bundle.ids) <= most:
@@ -78,26 +84,50 @@ class _Judge:
         # a task with a loss of its own gives the mean over a batch, so a batch is one sample
         self.chooses = type(self.task).loss is Task.loss
         self.batches = [*seed.batches(data, pool.classes, None if self.chooses else 1)]
+        self.means = {bundle.client: self._own(bundle, public) for bundle in bundles}
 
-    @torch.no_grad()
-    def losses(self, model: Model) -> np.ndarray:
-        "Of all samples, float64 [n]."
-        found = [self._batch(model.backbone, batch).cpu().numpy() for batch in self.batches]
-        found = np.concatenate(found).astype(np.float64)
-        return np.nan_to_num(found, nan=LARGEST, posinf=LARGEST).clip(max=LARGEST)
+    def _own(self, bundle: Bundle, public: Public) -> Tensor | None:
+        "Means of a member's proxies in its expert, None if these are not finite."
+        seed, data = public.seed, public.pool.train.select(self.chosen[bundle.client])
+        given = bundle.routing.form, seed, bundle.expert(seed).backbone, data
+        try:
+            return form_means(*given, public.config.router.context)
+        except FloatingPointError:
+            return None
 
-    def _batch(self, backbone: nn.Module, batch: dict) -> Tensor:
-        "Of a batch, [B]."
-        if not self.chooses:
-            return self.task.loss(backbone, batch)[None]
-        targets = batch["targets"].to(self.task.seed.device)
-        return F.cross_entropy(self.task.scores(backbone, batch), targets, reduction="none")
+    def claimed(self, bundle: Bundle) -> np.ndarray | None:
+        "Which of a member's proxies it claims; None if its vectors are no log ratios."
+        if bundle.routing.form == "mean":
+            return None
+        given = zip(self.means[bundle.client], bundle.routing.vectors, bundle.routing.biases)
+        ratios = torch.stack([z.double() @ e.double() + b.double() for z, e, b in given])
+        return (ratios.mean(0) > 0).numpy()
 
-    def of(self, client: str, losses: np.ndarray) -> np.ndarray:
-        "Those on a member's proxies."
-        return losses[np.searchsorted(self.rows, self.chosen[client])]
+# %% ../../nbs/server/03_screen.ipynb #b141bbd3
+@patch
+@torch.no_grad()
+def losses(self: _Judge, model: Model) -> np.ndarray:
+    "Of all samples, float64 [n]."
+    found = [self.batch_losses(model.backbone, batch).cpu().numpy() for batch in self.batches]
+    found = np.concatenate(found).astype(np.float64)
+    return np.nan_to_num(found, nan=LARGEST, posinf=LARGEST).clip(max=LARGEST)
 
-# %% ../../nbs/server/03_screen.ipynb #ae6085f3
+
+@patch
+def batch_losses(self: _Judge, backbone: nn.Module, batch: dict) -> Tensor:
+    "Of a batch, [B]."
+    if not self.chooses:
+        return self.task.loss(backbone, batch)[None]
+    targets = batch["targets"].to(self.task.seed.device)
+    return F.cross_entropy(self.task.scores(backbone, batch), targets, reduction="none")
+
+
+@patch
+def of(self: _Judge, client: str, losses: np.ndarray) -> np.ndarray:
+    "Those on a member's proxies."
+    return losses[np.searchsorted(self.rows, self.chosen[client])]
+
+# %% ../../nbs/server/03_screen.ipynb #ded5902e
 def _losses(judge: _Judge, model: UnifiedModel) -> dict[str | None, np.ndarray]:
     "Of the model with all members (None), and without each of them."
     found = {None: judge.losses(model)}
@@ -109,13 +139,23 @@ def _losses(judge: _Judge, model: UnifiedModel) -> dict[str | None, np.ndarray]:
             found[name] = judge.losses(Model(model.seed, model.seed.backbone))
     return found
 
-
+# %% ../../nbs/server/03_screen.ipynb #f20ac154
 def _effects(
-    judge: _Judge, bundles: list[Bundle], *given
+    judge: _Judge,
+    bundles: list[Bundle],
+    public: Public,
+    settings: RouterSettings | None,
+    normalised: bool,
 ) -> dict[str, dict[str, Effect]]:  # member -> whose proxies -> what it does there
-    losses, names = _losses(judge, merge(bundles, *given)), [bundle.client for bundle in bundles]
-    pairs = lambda p, q: (judge.of(q, losses[None]), judge.of(q, losses[p]))
-    return {p: {q: effect(q, *pairs(p, q)) for q in names} for p in names}
+    if normalised:
+        bundles, _ = normalise(bundles, public, settings)
+    found = _losses(judge, merge(bundles, public, settings, normalised=False))
+
+    def one(p, q):
+        pair = (judge.of(q.client, found[k]) for k in (None, p.client))
+        return effect(q.client, *pair, judge.claimed(q))
+
+    return {p.client: {q.client: one(p, q) for q in bundles} for p in bundles}
 
 
 def effects(
@@ -129,8 +169,8 @@ def effects(
     `merge`."""
     return _effects(_Judge(bundles, public, most), bundles, public, settings, normalised)
 
-# %% ../../nbs/server/03_screen.ipynb #6afb5de7
-HARM = 0.6  # share of somebody's proxies: an interval that begins above it is harm
+# %% ../../nbs/server/03_screen.ipynb #0d85a865
+HARM = 0.5  # share of what somebody claims: an interval that begins above it is harm
 
 
 @dataclass(frozen=True)
@@ -140,13 +180,13 @@ class Verdict:
     client: str  # its name
     accepted: bool
     reason: str  # one sentence
-    own: Effect  # on its own proxies: negative is what it adds
+    own: Effect | None  # on its own proxies: negative is what it adds; None if it cannot be run
     others: list[Effect]  # on everybody else's, the worst first
 
     @property
     def adds(self) -> bool:
         "Whether the model is better with it on its own proxies, beyond the interval."
-        return self.own.high < 0
+        return self.own is not None and self.own.high < 0
 
 
 def _verdict(client: str, found: dict[str, Effect]) -> Verdict:
@@ -156,8 +196,8 @@ def _verdict(client: str, found: dict[str, Effect]) -> Verdict:
     if others and others[0].share_low > HARM:
         worst = others[0]
         reason = (
-            f"{100 * worst.share:.0f} % of the proxies of {worst.on} suffer from it: their loss "
-            f"changes by {worst.mean:+.2f} nats with it."
+            f"{100 * worst.share:.0f} % of what {worst.on} claims of its proxies suffers from it; "
+            f"their loss changes by {worst.mean:+.2f} nats."
         )
         return Verdict(client, False, reason, own, others)
     if own.high < 0:
@@ -165,7 +205,7 @@ def _verdict(client: str, found: dict[str, Effect]) -> Verdict:
     reason = f"it adds nothing on its own proxies, where the loss changes by {nats}."
     return Verdict(client, True, reason, own, others)
 
-# %% ../../nbs/server/03_screen.ipynb #fef9687b
+# %% ../../nbs/server/03_screen.ipynb #b62f922e
 def screen(
     bundles: list[Bundle],  # one for each client
     public: Public,  # what everybody has
@@ -173,10 +213,14 @@ def screen(
     normalised: bool = True,  # whether members that claim too much of the pool are held back
     most: int = 200,  # proxies of each member that are looked at
 ) -> tuple[list[Bundle], list[Verdict]]:  # who is accepted; all verdicts, in the order of `bundles`
-    """Refuse whoever harms others, the worst first, until nobody does. A member that adds nothing
-    is accepted, and its verdict says so. Raises as `merge`."""
+    """Refuse whoever cannot be run and whoever harms others, the worst first, until nobody does. A
+    member that adds nothing is accepted, and its verdict says so. Raises as `check_bundles`."""
     check_bundles(bundles, settings or public.config.router)
-    accepted, verdicts, judge = [*bundles], {}, _Judge(bundles, public, most)
+    judge = _Judge(bundles, public, most)
+    broken = [bundle.client for bundle in bundles if judge.means[bundle.client] is None]
+    reason = "its expert gives numbers that are not finite."
+    verdicts = {client: Verdict(client, False, reason, None, []) for client in broken}
+    accepted = [bundle for bundle in bundles if bundle.client not in broken]
     while accepted:
         found = _effects(judge, accepted, public, settings, normalised)
         now = {client: _verdict(client, row) for client, row in found.items()}

@@ -1,0 +1,174 @@
+"""The three notebooks of organisations that trust nobody, each in a folder of its own: invite,
+client, server. What a process of its own adds is in the guide."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from helpers import stamps
+
+from harmomoe.bundle.files import FILES
+from harmomoe.bundle.invitation import read_invitation
+from harmomoe.models.evaluate import measure
+from harmomoe.models.model import load_model
+
+NOTEBOOKS = Path(__file__).resolve().parent.parent / "nbs"
+SETTINGS = (
+    "proxies.candidates=40, proxies.number=12, routing.public_samples=40, expert.rank=4, "
+    "expert.epochs=2, expert.batch_size=16, finetune.epochs=1, finetune.batch_size=16"
+)
+POLICY = "leave: [adapter, routing, proxies]\nguarantee: none\nprivate_samples: 10\n"
+
+pytestmark = [
+    pytest.mark.usefixtures("elsewhere"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def play(run_cells):
+    "A function (notebook, parameters) that runs one of the three."
+    return lambda part, /, **given: run_cells(NOTEBOOKS / f"{part}.ipynb", given)
+
+
+@pytest.fixture(scope="module")
+def world(play, tiny_folder, tiny_seed_folder, tmp_path_factory):
+    "Folders of a server and of three organisations whose bundles are in its inbox."
+    home = tmp_path_factory.mktemp("world")
+    play(
+        "invite",
+        name="colours",
+        out=str(home / "invitation.yaml"),
+        backbone=str(tiny_seed_folder),
+        pool=str(tiny_folder / "pool"),
+        preset="embedded",
+        settings=SETTINGS,
+        private_samples=10,
+        rank=4,
+    )
+    (home / "policy.yaml").write_text(POLICY)
+    for name in "abc":
+        play("client", **of(home, tiny_folder, name), send=str(home / "inbox"))
+    return home
+
+
+def of(home, data, name):
+    "What client `name` gives its notebook."
+    files = dict(invitation=str(home / "invitation.yaml"), policy=str(home / "policy.yaml"))
+    return files | dict(data=str(data / name), name=name, out=str(home / name), threads=1)
+
+
+def server_of(home, folder, **given):
+    where = dict(invitation=str(home / "invitation.yaml"), bundles=str(home / "inbox"))
+    return where | dict(out=str(folder), threads=1) | given
+
+
+def test_from_an_invitation_to_one_model(world, play, tiny, tmp_path):
+    space = play("server", **server_of(world, tmp_path / "out"))
+    assert [arrival.client for arrival in space["arrivals"]] == ["a", "b", "c"]
+    model = load_model(tmp_path / "out" / "model")
+    assert model.experts == ["a", "b", "c"]
+    assert [part.client for part in model.lineage] == ["a", "b", "c"]
+    assert measure(model, tiny.a.test, tiny.a.classes).n == 12
+    assert list(space["members"].index) == ["a", "b", "c"]
+    assert space["members"]["routing share, %"].sum() == pytest.approx(100)
+
+
+def test_what_a_client_may_send_is_in_one_folder_and_holds_no_sample(world, tiny_folder):
+    sent = world / "inbox" / "a"
+    found = {path.relative_to(sent).as_posix() for path in sent.rglob("*") if path.is_file()}
+    assert found == {*FILES, "manifest.json"}
+    assert {path.name for path in (world / "a").iterdir()} == {"public", "private", "bundle"}
+
+
+def test_nothing_is_sent_unless_asked(world, play, tiny_folder, tmp_path):
+    inside = shutil.copytree(world / "a", tmp_path / "a")
+    before = stamps(inside / "private")
+    play("client", **of(world, tiny_folder, "a") | dict(out=str(inside)))
+    assert stamps(inside / "private") == before  # and nothing is computed again
+    assert {path.name for path in tmp_path.iterdir()} == {"a"}
+
+
+def test_somebody_leaves_and_the_model_is_one_that_it_never_joined(world, play, tmp_path):
+    inbox = shutil.copytree(world / "inbox", tmp_path / "inbox")
+    given = server_of(world, tmp_path / "left", bundles=str(inbox))
+    play("server", **given)
+    shutil.rmtree(inbox / "b")
+    play("server", **given, drop="b")
+    play("server", **server_of(world, tmp_path / "never", bundles=str(inbox)))
+    one, other = (load_model(tmp_path / name / "model") for name in ("left", "never"))
+    assert one.experts == other.experts == ["a", "c"]
+    for ours, theirs in zip(one.backbone.parameters(), other.backbone.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_broken_bundle_is_refused_by_name_and_the_rest_is_unified(world, play, tmp_path):
+    inbox = shutil.copytree(world / "inbox", tmp_path / "inbox")
+    (inbox / "b" / "proxies.parquet").write_bytes(b"PAR1")
+    space = play("server", **server_of(world, tmp_path / "out", bundles=str(inbox)))
+    assert "proxies.parquet" in space["received"].loc["b", "refused because"]
+    assert load_model(tmp_path / "out" / "model").experts == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (dict(policy=""), "parameter 'policy' is missing"),
+        (dict(policy="nowhere.yaml"), "nowhere.yaml"),
+        (dict(invitation="nowhere.yaml"), "nowhere.yaml"),
+        (dict(name="../x"), "../x"),
+        (dict(name="seed"), "seed"),
+        (dict(data="nowhere"), "nowhere"),
+        (dict(threads="two"), "threads"),
+        (dict(key="nowhere.pem", name="d"), "nowhere.pem"),
+        (dict(device="cuba"), "device|cuba"),
+        (dict(recipient="x"), "unknown parameter 'recipient'"),
+    ],
+)
+def test_a_clients_slip_is_said_before_anything_is_trained(
+    wrong, said, world, play, tiny_folder, tmp_path
+):
+    given = of(world, tiny_folder, "a") | dict(out=str(tmp_path / "out")) | wrong
+    with pytest.raises((ValueError, FileNotFoundError, RuntimeError), match=said):
+        play("client", **given)
+    assert not list(tmp_path.glob("out/private*"))
+
+
+def test_a_policy_that_forbids_is_obeyed(world, play, tiny_folder, tmp_path):
+    (tmp_path / "policy.yaml").write_text(POLICY.replace("10", "31"))
+    given = dict(out=str(tmp_path / "out"), policy=str(tmp_path / "policy.yaml"))
+    with pytest.raises(ValueError, match="30 private samples, but its policy wants 31"):
+        play("client", **of(world, tiny_folder, "a") | given)
+    assert not list(tmp_path.glob("out/private*"))
+
+
+def test_an_invitation_can_be_read_by_people(world):
+    told = yaml.safe_load((world / "invitation.yaml").read_text())
+    assert told["name"] == "colours" and told["settings"]["expert"]["rank"] == 4
+    assert told["limits"]["rank"] == 4 and told["pool"]["samples"] == 90
+    assert read_invitation(world / "invitation.yaml").digest
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (dict(name=""), "name"),
+        (dict(name="a b"), "a b"),
+        (dict(deadline="soon"), "soon|isoformat"),
+        (dict(deadline="2027-01-31"), "time zone"),
+        (dict(settings="router.topk=2"), "topk"),
+        (dict(rank=0), "rank"),
+        (dict(preset="best"), "preset"),
+    ],
+)
+def test_a_wrong_invitation_is_not_written(
+    wrong, said, play, tiny_seed_folder, tiny_folder, tmp_path
+):
+    given = dict(name="colours", out=str(tmp_path / "i.yaml"), backbone=str(tiny_seed_folder))
+    given |= dict(pool=str(tiny_folder / "pool"), settings=SETTINGS)
+    with pytest.raises(ValueError, match=said):
+        play("invite", **given | wrong)
+    assert not (tmp_path / "i.yaml").exists()
