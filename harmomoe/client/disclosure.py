@@ -21,7 +21,7 @@ from ..describe.proxies import contact_sheet
 from ..describe.public import Public
 from ..describe.routing import FILE as ROUTING
 
-# %% ../../nbs/client/03_disclosure.ipynb #c16bf856
+# %% ../../nbs/client/03_disclosure.ipynb #2d2a619b
 @dataclass(frozen=True)
 class Disclosure:
     "What a bundle gives away."
@@ -49,7 +49,7 @@ class Disclosure:
             for name, text in told.items()
             if size[name].is_file()
         }
-        return pd.DataFrame(rows).T.rename_axis("file")
+        return pd.DataFrame.from_dict(rows, orient="index").rename_axis("file")
 
 # %% ../../nbs/client/03_disclosure.ipynb #7908e59e
 def disclose(

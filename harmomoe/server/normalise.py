@@ -141,21 +141,31 @@ def _times(vectors: Tensor, p: int, factor: float) -> Tensor:
     changed[p] *= factor
     return changed
 
-# %% ../../nbs/server/00_normalise.ipynb #8e3e0631
+# %% ../../nbs/server/00_normalise.ipynb #12d79723
+def _cut(means: Tensor, vectors: Tensor, first: int) -> Tensor:  # float64 [layers, E]
+    "Factors that bring vectors which are too long to the length of the others."
+    samples, lengths = means.double().norm(dim=2), vectors.double().norm(dim=2)
+    sound = (lengths <= samples.amax(1, keepdim=True)).all(0)
+    sound[:first] = True
+    members = lengths[:, first:][:, sound[first:]]
+    usual = means.double().mean(1).norm(dim=1)
+    if members.shape[1]:
+        usual = members.quantile(0.5, dim=1)
+    factors = (usual[:, None] / lengths.clamp(min=1e-30)).clamp(max=1)
+    return factors.masked_fill(sound, 1.0)
+
+
 def shortened(
     means: Tensor,  # float32 [layers, n, d], of the public samples
     vectors: Tensor,  # float32 [layers, E, d], of all experts of the router
     first: int = 0,  # experts before this one are the server's own, and stay
 ) -> Tensor:  # float64 [layers, E], factors of the vectors; 1 leaves one as it is
     "How much vectors of the form mean are shortened."
-    factors = torch.ones(vectors.shape[:2], dtype=torch.float64)
-    for layer, (z, e) in enumerate(zip(means, vectors)):
-        longest, lengths = z.double().norm(dim=1).max(), e.double().norm(dim=1)
-        factors[layer, first:] = (longest / lengths[first:]).clamp(max=1)
-        e = e * factors[layer, :, None]
-        if len(e) > 1:
-            shares = torch.tensor([_shorten(z, e, p) for p in range(first, len(e))])
-            factors[layer, first:] *= shares
+    factors = _cut(means, vectors, first)
+    if vectors.shape[1] > 1:
+        for layer, (z, e) in enumerate(zip(means, vectors * factors[..., None])):
+            shares = [_shorten(z, e, p) for p in range(first, len(e))]
+            factors[layer, first:] *= torch.tensor(shares)
     return factors
 
 # %% ../../nbs/server/00_normalise.ipynb #8c00c45c

@@ -169,8 +169,8 @@ def effects(
     `merge`."""
     return _effects(_Judge(bundles, public, most), bundles, public, settings, normalised)
 
-# %% ../../nbs/server/03_screen.ipynb #0d85a865
-HARM = 0.5  # share of what somebody claims: an interval that begins above it is harm
+# %% ../../nbs/server/03_screen.ipynb #3de35f29
+HARM = 0.6  # share of what somebody claims: an interval that begins above it is harm
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Verdict:
     "What was found about a member."
 
     client: str  # its name
-    accepted: bool
+    accepted: bool  # whether it is in the model
     reason: str  # one sentence
     own: Effect | None  # on its own proxies: negative is what it adds; None if it cannot be run
     others: list[Effect]  # on everybody else's, the worst first
