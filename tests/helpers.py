@@ -1,6 +1,8 @@
 "What several test files use to look into folders of results."
 
 import csv
+import os
+import socket
 
 from harmomoe.base.artefacts import MANIFEST
 
@@ -29,3 +31,23 @@ def table(folder):
 def tables(folder):
     "The bytes of the table, which are to be the same after the next run."
     return {suffix: (folder / f"table.{suffix}").read_bytes() for suffix in ("csv", "md")}
+
+
+def tree(folder):
+    "Every file below a folder, hidden ones too, with its content."
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def socket_at(path):
+    "Make a socket; the name that it is bound to must be short."
+    here = os.getcwd()
+    os.chdir(path.parent)
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(here)

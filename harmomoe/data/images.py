@@ -18,17 +18,13 @@ import io
 import json
 import os
 import re
-import socket
 import warnings
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from threading import Thread
 from typing import Iterator
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import datasets
 import numpy as np
@@ -41,6 +37,7 @@ import yaml
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 from datasets.table import table_cast
 
+from ..base.places import connection_problem
 from ..base.schema import parse
 
 # %% ../../nbs/data/00_images.ipynb #c89142ab
@@ -748,24 +745,8 @@ def hub_problem(
     variable = os.environ.get("HF_HUB_OFFLINE", "").upper()
     if datasets.config.HF_HUB_OFFLINE or variable in ("1", "ON", "YES", "TRUE"):
         return "offline mode is on by HF_HUB_OFFLINE or HF_DATASETS_OFFLINE"
-    url = urlsplit(endpoint or os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    proxy = getproxies().get(url.scheme)
-    if proxy and not proxy_bypass(url.hostname):
-        url = urlsplit(proxy if "//" in proxy else f"//{proxy}")
-    address = (url.hostname, url.port or (80 if url.scheme == "http" else 443))
-    problem = [f"no answer in {timeout:g} s"]
-
-    def connect():
-        try:
-            socket.create_connection(address, timeout).close()
-            problem.clear()
-        except OSError as error:
-            problem[:] = [str(error)]
-
-    attempt = Thread(target=connect, daemon=True)  # because a name lookup cannot be given a timeout
-    attempt.start()
-    attempt.join(timeout)
-    return f"{address[0]}:{address[1]} cannot be reached: {problem[0]}" if problem else None
+    url = endpoint or os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    return connection_problem(url, timeout)
 
 # %% ../../nbs/data/00_images.ipynb #30f71e5a
 WAYS_ON = (

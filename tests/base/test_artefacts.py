@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import tree
 from safetensors.torch import save_file
 
 from harmomoe.base import artefacts
@@ -40,15 +41,6 @@ from harmomoe.base.artefacts import (
 )
 
 FORK = multiprocessing.get_context("fork")
-
-
-def tree(folder):
-    "Every file below a folder, hidden ones too, with its content."
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
 
 
 # ---- digests

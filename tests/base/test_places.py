@@ -12,6 +12,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from helpers import tree
 from huggingface_hub import HfFileSystem
 
 from harmomoe.base import places
@@ -26,15 +27,6 @@ from harmomoe.base.places import (
 )
 
 CONTENT = {"one": b"1" * 1000, "sub/two": b"2" * 2_500_000, "sub/deeper/three": b""}
-
-
-def tree(folder):
-    "Every file below a folder, hidden ones too, with its content."
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import stat
 import struct
 
@@ -15,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers import socket_at
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -222,16 +222,6 @@ def breaks_proxies(folder, rng):
 
 
 # ---- files
-
-
-def socket_at(path):
-    here = os.getcwd()
-    os.chdir(path.parent)
-    try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
-    finally:
-        os.chdir(here)
 
 
 MADE = [

@@ -4,7 +4,6 @@ time."""
 import json
 import os
 import shutil
-import socket
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -12,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import kept
+from helpers import kept, socket_at
 from safetensors.torch import load_file, save_file
 
 from harmomoe.base.artefacts import MANIFEST, write_manifest
@@ -137,17 +136,6 @@ def instead(name, make):
         make(folder / name)
 
     return apply
-
-
-def socket_at(path):
-    "A socket; the name that it is bound to must be short."
-    here = os.getcwd()
-    os.chdir(path.parent)
-    try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
-    finally:
-        os.chdir(here)
 
 
 def crowd(folder):

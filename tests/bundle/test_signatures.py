@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import tree
 
 from harmomoe.base.artefacts import MANIFEST, write_manifest
 from harmomoe.bundle import signatures
@@ -33,15 +34,6 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa  # noqa: 
 PEM, PKCS8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
 SPKI, OPEN = serialization.PublicFormat.SubjectPublicKeyInfo, serialization.NoEncryption()
 NAMES = "hospital", "agency"
-
-
-def tree(folder):
-    "Every file below a folder, hidden ones too, with its content."
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
 
 
 def public_text(key):
