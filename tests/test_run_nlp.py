@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import harmomoe.models.unified  # noqa: F401 (its models can be loaded)
 from harmomoe.base.artefacts import stages_run
-from harmomoe.models.evaluate import measure
+from harmomoe.models.evaluate import BITS, measure
 from harmomoe.models.model import load_model
 from harmomoe.models.weights import open_seed
 
@@ -98,11 +98,12 @@ def test_table_has_a_row_a_method_a_column_a_domain_and_the_models_numbers(
 ):
     folder, space = ran
     header, rows = table(folder)
-    assert header == ["method", *DOMAINS, "average"]
+    assert header == ["method", *DOMAINS, "average", BITS, "joint"]
     assert list(rows) == METHODS == list(space["table"].index)
     told = json.loads((folder / "table.json").read_text())
     for row in told["accuracy"].values():
-        assert all(cell["n"] == 10 for name, cell in row.items() if name != "average")
+        assert all(row[name]["n"] == row["joint"]["domains"][name]["n"] == 10 for name in DOMAINS)
+        assert row["public"]["texts"] == 1 and row["public"]["bits"] > 0
     assert parameters.items() <= told["parameters"].items()
     assert told["parameters"]["preset"] == "text"
     assert told["seed_model"] == open_seed(str(tiny_decoder)).identity

@@ -62,7 +62,11 @@ def test_every_table_and_figure_is_there(ran, parameters):
     assert {file.stem for file in out.glob("*.csv")} == HEADLINE | FURTHER | {"coverage"}
     assert {file.stem for file in out.glob("*.png")} == FIGURES
     methods = pd.read_csv(out / "methods.csv", index_col="method")
-    assert list(methods) == ["a", "b", "average", "against harmomoe", "paper, ViT-B/32"]
+    columns = ["a", "b", "average", "public", "joint", "against harmomoe", "paper, ViT-B/32"]
+    assert list(methods) == columns
+    router = pd.read_csv(out / "router.csv", index_col="method")
+    for table in (methods, router):
+        assert table[["public", "joint"]].apply(lambda c: c.str.contains("±")).all(axis=None)
     ablations = {"flexolmo_random", "expert"}  # which are not systems of the comparison
     wanted = set(METHODS) - ablations | {f"expert:{name}" for name in "ab"}
     assert set(methods.index) == wanted | {"harmomoe, paper's router", "harmomoe, released code"}

@@ -37,9 +37,9 @@ from ..baselines.method import AllData, Method, OneShot, Rounds
 from ..baselines.methods import find_method
 from ..config.settings import Config, check_settings
 from ..config.source import Source
-from ..data.domains import Domain, fingerprint
+from ..data.domains import Benchmark, fingerprint
 from ..describe.public import Public
-from ..models.evaluate import measure
+from ..models.evaluate import joint_space, measure_all
 from ..models.model import Model
 from ..models.observe import observe_routing
 from ..models.unified import UnifiedModel
@@ -88,6 +88,8 @@ def _inputs(row: Row, source: Source, split: str) -> dict:
         pool=fingerprint(benchmark.pool.train),
         clients={c.name: prints(c, ("train", "validation")) for c in benchmark.clients},
         measured={c.name: prints(c, (split,))[0] for c in benchmark.clients},
+        public=prints(benchmark.pool, (split,))[0],
+        joint=digest(joint_space(benchmark)),
     )
 
 # %% ../../nbs/bench/01_compare.ipynb #f081b5de
@@ -103,20 +105,18 @@ def find_row(
 
 def judge(
     model: Model,
-    domains: list[Domain],  # the clients'
+    benchmark: Benchmark,  # clients and pool
     split: str = "test",  # the split that is measured
-) -> dict:  # for each domain `correct` and `n`; `routing` and `parameters`
-    "How a model does on every domain."
-    found = dict(accuracy={}, routing={})
-    for domain in domains:
+) -> dict:  # `counts` of a `Measured`; `routing` and `parameters`
+    "How a model does on every domain, in public and jointly, and where it sends samples."
+    found, routing = measure_all(model, benchmark, split).counts, {}
+    for domain in benchmark.clients:
         own, data = model.for_domain(domain.name), getattr(domain, split)
-        accuracy = measure(own, data, domain.classes)
-        found["accuracy"][domain.name] = asdict(accuracy)
         if isinstance(own, UnifiedModel):
-            seen = observe_routing(own, data.select(range(min(100, accuracy.n))))
+            seen = observe_routing(own, data.select(range(min(100, len(data)))))
             load = seen.load.round(4).tolist()
-            found["routing"][domain.name] = dict(experts=seen.experts, load=load)
-    return found | dict(parameters=model.count_parameters())
+            routing[domain.name] = dict(experts=seen.experts, load=load)
+    return found | dict(routing=routing, parameters=model.count_parameters())
 
 # %% ../../nbs/bench/01_compare.ipynb #b9c01757
 def run_row(
@@ -127,21 +127,22 @@ def run_row(
     method: Method | None = None,  # a method of your own, whose name is `row.method`
     # (public, domains, folder) -> (model, bytes), in place of `method.run`
     run: Callable | None = None,
-) -> dict:  # for each domain `correct` and `n`; `bytes`, `parameters`, `routing`
+) -> dict:  # `counts` of a `Measured`; `bytes`, `parameters`, `routing`
     "The result of one row, computed unless it is there."
-    domains = source.benchmark(row.config.random_state).clients
+    benchmark = source.benchmark(row.config.random_state)
+    domains = benchmark.clients
     run = run or (method or find_method(row.method)).run
 
     def build(partial):
         model, sent = run(public_of(row, source, folder), domains, Path(folder, "clients"))
         if row.expert is not None:
             model = model.for_domain(row.expert)
-        return judge(model, domains, split) | dict(bytes=sent)
+        return judge(model, benchmark, split) | dict(bytes=sent)
 
     path = keep(Path(folder, "rows"), row.kind, _inputs(row, source, split), build)
     facts = read_manifest(path)["facts"]
-    # a manifest sorts its keys
-    facts["accuracy"] = {domain.name: facts["accuracy"][domain.name] for domain in domains}
+    for key in ("accuracy", "joint"):  # a manifest sorts its keys
+        facts[key] = {domain.name: facts[key][domain.name] for domain in domains}
     return facts
 
 # %% ../../nbs/bench/01_compare.ipynb #1b99dd5e

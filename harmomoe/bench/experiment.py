@@ -12,7 +12,7 @@ import shutil
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pandas as pd
 import torch
@@ -36,8 +36,9 @@ from ..config.source import Reading, Source
 from ..data.domains import Benchmark
 from ..data.named import PAPER_ACCURACY
 from ..describe.public import Public
-from ..models.seed import Accuracy
+from ..models.evaluate import COLUMNS, Measured, read_measured
 from ..moe.router import Within, checked
+from ..server.merge import choose_router, other_router
 from ..server.server import Server
 
 # %% ../../nbs/bench/03_experiment.ipynb #07c700ac
@@ -86,23 +87,28 @@ class Experiment:
 def measure_own(
     self: Experiment,
     expert: str | None = None,  # a client, whose expert is measured; None: the unified model
-) -> dict[str, Accuracy]:  # for each domain
-    "Test accuracy of the unified model, or of one of the experts that it is made of."
+    router: str = "preset",  # of the unified model, as for `choose_router`
+) -> Measured:  # on the test splits
+    """How the unified model does, or one of the experts that it is made of. Another router is put
+    into a model from the very same bundles. Raises `ValueError` as `choose_router`, and for bundles
+    without its form."""
     if expert is not None:
         return self.measure_row(Row("matching experts", self.config, expert))
+    config = choose_router(self.config, router)
 
     def run(public, domains, folder):
-        return self.server.unify(), harmomoe.bytes_sent(list(self.server.received.values()))
+        server = replace(self.server, public=self.public.with_config(config))
+        return server.unify(), harmomoe.bytes_sent(list(server.received.values()))
 
-    return self.measure_row(Row(harmomoe.name, self.config), run=run)
+    return self.measure_row(Row(harmomoe.name, config), run=run)
 
 
 @patch
 def measure_method(
     self: Experiment,
     method: str,  # a name in `METHODS`
-) -> dict[str, Accuracy]:  # for each domain
-    "Test accuracy of another system."
+) -> Measured:  # on the test splits
+    "How another system does."
     return self.measure_row(Row(method, self.config))
 
 
@@ -111,10 +117,9 @@ def measure_row(
     self: Experiment,
     row: Row,
     **how,  # as for `run_row`
-) -> dict[str, Accuracy]:  # for each domain
-    "Test accuracy of a row, computed unless it is there."
-    found = run_row(row, self.source, self.folder, **how)["accuracy"]
-    return {name: Accuracy(**counts) for name, counts in found.items()}
+) -> Measured:  # on the test splits
+    "How the model of a row does, computed unless it is there."
+    return read_measured(run_row(row, self.source, self.folder, **how))
 
 # %% ../../nbs/bench/03_experiment.ipynb #7cf47c52
 @patch(as_prop=True)
@@ -130,13 +135,10 @@ def rows(self: Experiment) -> list[Row]:
 
 
 @patch
-def measure_others(self: Experiment) -> dict[str, dict[str, Accuracy]]:  # label -> domain
-    "Test accuracy of the systems to compare with."
+def measure_others(self: Experiment) -> dict[str, Measured]:  # label -> on the test splits
+    "How the systems to compare with do."
     found = run_rows(self.rows, self.source, self.folder, self.processes)
-    return {
-        row.label: {name: Accuracy(**counts) for name, counts in result["accuracy"].items()}
-        for row, result in zip(self.rows, found)
-    }
+    return {row.label: read_measured(result) for row, result in zip(self.rows, found)}
 
 
 @patch(as_prop=True)
@@ -179,6 +181,9 @@ def read_config(
     settings: str,  # as in `read_settings`; fields of `reading` besides
     random_state: int,
     quick: int = 0,  # for a try: samples of each split; two epochs, fewer proxies
+    # as for `choose_router`: clients then send what the router to compare with needs, too; None is
+    # the preset's alone
+    router: str | None = None,
 ) -> tuple[Config, Reading]:
     "Settings from a notebook's parameters. Raises `ValueError` naming what is wrong."
     given, reading = {}, {}
@@ -192,12 +197,22 @@ def read_config(
             reading[field] = value
     if quick == 1:
         raise ValueError("quick is 1, but proxies that differ need at least 2 samples; 0 is all.")
-    config = preset(name)
+    config = choose_router(preset(name), router or "preset")
     small = _small(config, quick) if quick else {}
     config = changed(config, small | {"random_state": random_state} | given)
+    config = config if router is None else _with_other(config)
     return config, parse(_Stages, {"reading": reading}, "settings").reading
 
 # %% ../../nbs/bench/03_experiment.ipynb #1d023cf8
+def _with_other(config: Config) -> Config:
+    "Clients send the form of the router to compare with, too."
+    form = choose_router(config, other_router(config.router)).router.sent_form
+    if form in config.routing.sent(config.router):
+        return config
+    forms = "+".join(filter(None, (config.routing.forms, form)))
+    return changed(config, {"routing.forms": forms})
+
+
 def _small(config: Config, samples: int) -> dict:
     "What changes for a try with so many samples of each split."
     candidates = min(config.proxies.candidates, samples)
@@ -223,6 +238,7 @@ def open_experiment(
     random_state: Annotated[int, RANDOM_STATES] = 0,  # of everything random
     preset: str | None = None,  # of settings; None: "paper", or "embedded" for such a seed
     settings: str = "",  # as in `read_config`
+    router: Literal["preset", "paper", "ratios", None] = None,  # as in `read_config`
     methods: str = "",  # systems to compare with, separated by commas
     device: str = "cpu",  # torch device
     engine: str = "local",  # as in `read_engine`
@@ -233,15 +249,14 @@ def open_experiment(
     "Open seed, data and settings. Raises `ValueError`, or as `open_seed` and `open_benchmark`."
     checked(open_experiment, locals())
     names = tuple(name.strip() for name in methods.split(",") if name.strip())
-    processes = read_engine(engine)
     _check_place(names, device, out)
     named = backbone != "embedded" and not Path(backbone).is_dir()
     kind = "paper" if named else "embedded"
-    config, reading = read_config(preset or kind, settings, random_state, quick)
+    config, reading = read_config(preset or kind, settings, random_state, quick, router)
     _prepare(device, threads)
     limit = quick or reading.limit
     source = Source(backbone, weights, data or kind, clients, pool, limit, device, reading)
-    made = Experiment(source, config, "", names, processes)
+    made = Experiment(source, config, "", names, read_engine(engine))
     seed = source.seed()  # first: data may be a long download
     _check(made, texts, notebook)
     label = [notebook, seed.name, made.benchmark.name, str(config.random_state)]
@@ -295,6 +310,11 @@ def _check(experiment: Experiment, texts: bool, notebook: str) -> None:
     for client in benchmark.clients:
         if len(client.classes) < 2:
             raise ValueError(f"client {client.name} has no questions with choices.")
+        if client.name in COLUMNS:
+            raise ValueError(
+                f"a client is called {client.name!r}, as a column of tables is. Call it otherwise: "
+                "clients='alias=NAME'."
+            )
     check_settings(experiment.config, benchmark)
     for row in experiment.rows:
         check_row(row, experiment.source)

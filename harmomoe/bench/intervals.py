@@ -12,23 +12,20 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from ..models.seed import Accuracy
+from ..models.evaluate import BITS, read_measured, summary
 
 # %% ../../nbs/bench/00_intervals.ipynb #31b96f1c
 def percentages(
     results: dict[str, list[dict]],  # label -> results of `run_row`, one for each random state
-) -> pd.DataFrame:  # index (label, number of the random state); one column a domain, and "average"
-    "Accuracy in percent for each random state."
+) -> pd.DataFrame:  # index (label, number of the random state); columns as from `summary`
+    "Accuracy in percent, or bits per byte, for each random state."
     table = pd.DataFrame(
         {
-            (label, number): {
-                domain: Accuracy(**a).percent for domain, a in result["accuracy"].items()
-            }
+            (label, number): summary(read_measured(result))
             for label, rows in results.items()
             for number, result in enumerate(rows)
         }
     ).T
-    table["average"] = table.mean(axis=1)
     return table.rename_axis(["method", "random_state"])
 
 # %% ../../nbs/bench/00_intervals.ipynb #360e61b0
@@ -46,20 +43,19 @@ def with_intervals(
     table: pd.DataFrame,  # from `percentages`
     # a label: adds each method's difference to it in the average, state by state
     reference: str | None = None,
-    digits: int = 1,  # after the point
+    digits: int = 1,  # after the point; bits per byte have two more
 ) -> pd.DataFrame:  # of text: "mean ± half-width"
     "Mean and 95 % interval over the random states."
 
     def text(values, sign=""):
+        places = digits + 2 * (values.name == BITS)
         half = half_width(values)
-        return f"{np.mean(values):{sign}.{digits}f}" + (
-            "" if np.isnan(half) else f" ± {half:.{digits}f}"
-        )
+        end = "" if np.isnan(half) else f" ± {half:.{places}f}"
+        return f"{np.mean(values):{sign}.{places}f}{end}"
 
     labels = table.index.unique("method")
-    shown = pd.DataFrame({label: table.loc[label].apply(text) for label in labels}).T.rename_axis(
-        "method"
-    )
+    shown = {label: table.loc[label].apply(text) for label in labels}
+    shown = pd.DataFrame(shown).T.rename_axis("method")
     if reference is not None:
         other = table.loc[reference, "average"]
         shown[f"against {reference}"] = [

@@ -27,7 +27,7 @@ from PIL import Image, ImageOps
 from sklearn.manifold import TSNE
 from threadpoolctl import threadpool_limits
 
-from ..baselines.methods import method_title
+from ..baselines.methods import TOLD, method_title
 from .experiment import Experiment, open_experiment
 from ..client.client import Client
 from ..data.domains import Domain
@@ -35,6 +35,7 @@ from ..data.images import rgb_image
 from ..data.samples import class_names
 from ..describe.dpp import unit_rows
 from ..describe.proxies import SELECTION_METHODS, select_proxies
+from ..models.evaluate import BITS
 from ..models.observe import observe_routing
 from ..models.unified import UnifiedModel
 
@@ -281,13 +282,23 @@ def _routing_plot(experts: list[str], layers: int):
         plot.xaxis.major_label_orientation = 0.7
     return plot
 
+# %% ../../nbs/bench/04_report.ipynb #59542d9c
+def _plotted(accuracy: dict[str, dict]) -> list[str]:
+    "The columns that are drawn: all percentages, but for the average."
+    row = next(iter(accuracy.values()))
+    return [name for name, one in row.items() if "percent" in one and name != "average"]
+
+
+def _told_of(one: dict) -> str:
+    "What a number was counted from."
+    return f"{one['correct']} of {one['n']}" if "n" in one else "a mean"
+
 # %% ../../nbs/bench/04_report.ipynb #397bf679
 def _accuracy_plot(accuracy: dict[str, dict]):
-    "A dot for each system and domain, with its interval."
+    "A dot for each system and column, with its interval."
     from bokeh.models import ColumnDataSource, HoverTool
 
-    systems = list(accuracy)
-    domains = [name for name in accuracy[systems[0]] if name != "average"]
+    systems, domains = list(accuracy), _plotted(accuracy)
     size = dict(y_range=(len(systems) - 0.4, -0.6), x_range=(-1, 101))
     height = 70 + len(systems) * max(34, 9 * len(domains))
     plot = _figure("accuracy", height, **size, tools="", toolbar_location=None)
@@ -295,7 +306,7 @@ def _accuracy_plot(accuracy: dict[str, dict]):
     for k, domain in enumerate(domains):
         found = [accuracy[system][domain] for system in systems]
         aside = 0.6 * ((k + 0.5) / len(domains) - 0.5)
-        columns = {name: [one[name] for one in found] for name in ("percent", "correct", "n")}
+        columns = dict(percent=[one["percent"] for one in found], of=[*map(_told_of, found)])
         columns |= dict(zip(("low", "high"), zip(*(one["interval"] for one in found))))
         columns |= dict(y=[place + aside for place in range(len(systems))])
         columns |= dict(
@@ -306,8 +317,8 @@ def _accuracy_plot(accuracy: dict[str, dict]):
         plot.segment(*ends, source=source, name=f"intervals-{k}", color=hue, line_width=1.5)
         how = dict(size=9, fill_color=hue, line_color="white", name=f"dots-{k}")
         dots.append(plot.scatter("percent", "y", source=source, **how))
-    told = "@percent{0.0} % (@low{0.0} to @high{0.0}), @correct of @n"
-    tips = [("system", "@system"), ("domain", "@domain"), ("right", told)]
+    told = "@percent{0.0} % (@low{0.0} to @high{0.0}), @of"
+    tips = [("system", "@system"), ("samples", "@domain"), ("right", told)]
     plot.add_tools(HoverTool(renderers=dots, tooltips=tips))
     _ticks(plot.yaxis, [method_title(name) for name in systems])
     plot.xaxis.axis_label = "test accuracy, %"
@@ -346,23 +357,25 @@ def _cell(text, tag: str = "td", kind: str = "") -> str:
 
 
 def _accuracy_table(accuracy: dict[str, dict]) -> str:
-    "Percent, the best of each column in bold and our rows marked."
-    percent = pd.DataFrame(
-        {
-            system: {
-                name: one if name == "average" else one["percent"] for name, one in row.items()
-            }
-            for system, row in accuracy.items()
+    "All columns, the best of each in bold, systems that are told the domain and our rows marked."
+    columns = {}
+    for name in next(iter(accuracy.values())):
+        found = {system: row[name] for system, row in accuracy.items()}
+        bits = "bits" in next(iter(found.values()))
+        texts = {
+            s: f"{one['bits']:.3f}" if bits else f"{one['percent']:.1f}" for s, one in found.items()
         }
-    ).T.round(1)
-    head = _cell("", "th") + "".join(_cell(name, "th", "number") for name in percent)
+        allowed = [float(text) for system, text in texts.items() if system not in TOLD]
+        best = (min if bits else max)(allowed, default=None)
+        kinds = {s: " best" * (s not in TOLD and float(text) == best) for s, text in texts.items()}
+        columns[BITS if bits else name] = texts, kinds
+    head = _cell("", "th") + "".join(_cell(name, "th", "number") for name in columns)
     rows = []
-    for system, row in percent.iterrows():
-        cells = _cell(method_title(system), "th")
-        for name, value in row.items():
-            best = " best" if value == percent[name].max() else ""
-            cells += _cell(f"{value:.1f}", "td", f"number{best}")
-        ours = "ours" if system.partition(",")[0] == "harmomoe" else ""
+    for system in accuracy:
+        cells = _cell(method_title(system) + " †" * (system in TOLD), "th")
+        for texts, kinds in columns.values():
+            cells += _cell(texts[system], "td", f"number{kinds[system]}")
+        ours = "ours" if system.startswith("harmomoe") else ""
         rows.append(f'<tr class="{ours}">{cells}</tr>')
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
@@ -403,7 +416,7 @@ def _costs(experiment: Experiment) -> dict[str, str]:
 def _facts(experiment: Experiment, accuracy: dict[str, dict]) -> str:
     "What one wants to know first, as HTML."
     seed, benchmark = experiment.public.seed, experiment.benchmark
-    average = {system: row["average"] for system, row in accuracy.items()}
+    average = {system: row["average"]["percent"] for system, row in accuracy.items()}
     best = [value for system, value in average.items() if system.startswith("expert:")]
     facts = {"Seed": f"{seed.name}, {len(seed.layers)} layers"}
     facts["Public pool"] = f"{len(benchmark.pool.train):,} samples"
@@ -463,8 +476,8 @@ def write_report(
     texts = "prompt" in experiment.benchmark.pool.train.column_names
     shown = dict(texts=texts, ways=WAYS, colours=INK, selection=experiment.config.proxies.selection)
     shown |= _map(experiment) | dict(tests=_routes(experiment))
-    domains = [client.name for client in experiment.benchmark.clients]
-    shown["domains"] = [[name, HUES[k % len(HUES)]] for k, name in enumerate(domains)]
+    drawn = enumerate(_plotted(accuracy))
+    shown["domains"] = [[name, HUES[k % len(HUES)]] for k, name in drawn]
     plots = _plots(shown, experiment.server.unify().experts, accuracy)
     parts = dict(data=_json(shown), plots=_json(plots), kind="texts" if texts else "images")
     parts |= dict(facts=_facts(experiment, accuracy), accuracy=_accuracy_table(accuracy))

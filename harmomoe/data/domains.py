@@ -195,9 +195,10 @@ def three_splits(
         return {split: parts[split] for split in SPLITS}
     other = next((split for split in ("test", "validation") if split in parts), None)
     instructions = parts["train"].features["label"].names == ["text"]
-    if other is None and whole_train and instructions:  # nothing to score
-        return parts | {split: parts["train"].select([]) for split in SPLITS[1:]}
-    if other is None:
+    if other is None and whole_train and instructions:
+        source, shares, rest = "train", {"validation": 0.01, "test": 0.01}, "train"
+        random_state = 0  # so that a row number means the same text to everybody
+    elif other is None:
         source, shares, rest = "train", {"validation": 0.1, "test": 0.2}, "train"
     elif whole_train:
         source, shares, rest = other, {"validation": 0.5}, "test"

@@ -391,7 +391,10 @@ class PlainText(Task):
 
     def judge(self, scores: Tensor, batch: dict) -> BitsPerByte:
         "How well the text was predicted."
-        return BitsPerByte(-scores.sum().item(), batch["bytes"].sum().item())
+        nats, length = -scores[:, 0].double().cpu(), batch["bytes"].double()
+        sums = (part.sum().item() for part in (nats * nats, nats * length, length * length))
+        total = -scores.sum().item(), batch["bytes"].sum().item()
+        return BitsPerByte(*total, len(length), *sums)
 
 # %% ../../nbs/models/02_decoder.ipynb #42421232
 class Choices(PlainText):

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..base.schema import STRICT, check_names, read_tensors
-from .model import Model, load_model, read_model, write_model
+from .model import Model, Scorer, load_model, read_model, write_model
 from .seed import Seed
 from .training import check_finite
 
@@ -66,19 +66,25 @@ class Ensemble(Model):
 @patch
 def scorer(
     self: Ensemble,
-    classes: list[str],  # the label space, of two classes or more
+    classes: list[str],  # the label space, of two classes or more; or fewer, for plain text
 ) -> Callable[[dict], Tensor]:  # batch -> log probabilities [B, C]
-    "Scores of the mean. Raises `ValueError` where there is nothing to choose from."
-    if len(classes) < 2:
+    "Scores of the mean. Raises `ValueError` for images where there is nothing to choose from."
+    plain = len(classes) < 2
+    if plain and not self.seed.is_causal:
         raise ValueError("an ensemble averages probabilities of classes, of which it needs two.")
     task = self.seed.task(classes)
 
-    def log_probabilities(batch):
-        scores = [task.scores(backbone, batch) for backbone in self.backbones]
-        members = torch.stack([score.log_softmax(-1) for score in scores], 1)
-        return torch.logsumexp(members + self.log_weights(batch)[..., None], 1)
+    def average(scores, log_weights):
+        members = torch.stack([s if plain else s.log_softmax(-1) for s in scores], 1)
+        return torch.logsumexp(members + log_weights[..., None], 1)
 
-    return log_probabilities
+    def ask(answer, batch):
+        return [answer(one, batch) for one in self.backbones], self.log_weights(batch)
+
+    if task.two_steps:
+        compare = lambda seen: average(map(task.compare, seen[0]), seen[1])
+        return Scorer(lambda batch: ask(task.read, batch), compare)
+    return lambda batch: average(*ask(task.scores, batch))
 
 
 @patch

@@ -10,7 +10,8 @@ __all__ = ['Seed', 'first_names', 'Task', 'Accuracy', 'BitsPerByte']
 # %% ../../nbs/models/00_seed.ipynb #bc84970f
 import copy
 import math
-from dataclasses import dataclass
+import operator
+from dataclasses import astuple, dataclass
 from typing import ClassVar
 
 import torch
@@ -99,7 +100,8 @@ def changed(
     """The same seed with other weights. Raises `ValueError` if two names of one tensor come with
     different changes."""
     other = copy.deepcopy(self)
-    vars(other).pop("weights_digest", None)  # if it was asked for: it will be another
+    for derived in ("weights_digest", "kept_features"):  # they will be others
+        vars(other).pop(derived, None)
     other.name, weights = name, other.whole.state_dict()
     first, once = first_names(weights), {}
     for key, change in changes.items():
@@ -130,6 +132,9 @@ def embed(
 # %% ../../nbs/models/00_seed.ipynb #968df87e
 class Task:
     "What is asked of a backbone. Here: which of several classes a sample belongs to."
+
+    # whether `scores` is `compare` of what `read` gives, which does not depend on the classes
+    two_steps: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -201,9 +206,13 @@ class BitsPerByte:
 
     nats: float  # negative log likelihood of all predicted tokens
     bytes: int  # UTF-8 bytes that these tokens stand for
+    texts: int = 0  # how many; this and the following sums over texts are for the interval
+    nats_nats: float = 0.0  # of squared nats
+    nats_bytes: float = 0.0  # of nats times bytes
+    bytes_bytes: float = 0.0  # of squared bytes
 
     def __add__(self, other: "BitsPerByte") -> "BitsPerByte":
-        return BitsPerByte(self.nats + other.nats, self.bytes + other.bytes)
+        return BitsPerByte(*map(operator.add, astuple(self), astuple(other)))
 
     @property
     def bits(self) -> float:
@@ -214,3 +223,13 @@ class BitsPerByte:
     def quality(self) -> float:
         "What is to be as large as possible: the negative of the bits."
         return -self.bits
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        "The 95 % interval of the bits by the ratio's variance; None for fewer than two texts."
+        if self.texts < 2:
+            return None
+        r, n = self.nats / self.bytes, self.texts
+        squares = self.nats_nats - 2 * r * self.nats_bytes + r * r * self.bytes_bytes
+        error = math.sqrt(max(squares, 0) * n / (n - 1)) / self.bytes / math.log(2)
+        return self.bits - 1.959964 * error, self.bits + 1.959964 * error

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from datasets import ClassLabel
 
 from harmomoe.base.artefacts import MANIFEST, digest, stages_run
 from harmomoe.base.schema import parse
@@ -30,7 +31,7 @@ from harmomoe.client.expert import load_expert
 from harmomoe.config.settings import Config, changed, preset
 from harmomoe.config.source import Source
 from harmomoe.data.domains import Benchmark
-from harmomoe.models.evaluate import measure
+from harmomoe.models.evaluate import joint_space, measure, read_measured, summary
 from harmomoe.models.model import Model
 from harmomoe.models.observe import observe_routing
 from harmomoe.models.unified import UnifiedModel
@@ -91,11 +92,19 @@ def test_row_holds_what_its_method_gives(label, compared, lines, source, tmp_pat
         own = model.for_domain(row.expert or client.name)
         found = measure(own, client.test, client.classes)
         assert result["accuracy"][client.name] == asdict(found)
+        joint = measure(own, client.test, joint_space(source.benchmark(0)))
+        assert result["joint"][client.name] == asdict(joint)
         assert (client.name in result["routing"]) == isinstance(own, UnifiedModel)
         if isinstance(own, UnifiedModel):
             seen, shown = observe_routing(own, client.test), result["routing"][client.name]
             assert shown["experts"] == own.experts
             assert np.allclose(shown["load"], seen.load, atol=1e-4)
+    models = [model.for_domain(row.expert or client.name) for client in clients]
+    models = models[:1] if row.expert or models[0] is models[1] else models
+    pool = source.benchmark(0).pool
+    assert result["public"] == [asdict(measure(m, pool.test, pool.classes)) for m in models]
+    assert len(models) == (3 if label in ("comigs", "matching experts") else 1)
+    assert list(summary(read_measured(result))) == [*"abc", "average", "public", "joint"]
 
 
 @pytest.mark.parametrize("method", ["expert", "matching experts"])
@@ -108,8 +117,9 @@ def test_row_that_names_an_expert_is_that_expert_on_every_domain(method, source,
     client = Client(public.with_config(config), tiny.b, again / "clients" / "b")
     assert config.expert.proxies == (method == "matching experts")
     model = Model(tiny.seed, load_expert(tiny.seed, client.expert))
-    wanted = judge(model, tiny.clients)
-    assert result["accuracy"] == wanted["accuracy"]
+    wanted = judge(model, source.benchmark(0))
+    for key in ("accuracy", "joint", "public"):
+        assert result[key] == wanted[key]
     assert (row.label, row.kind) == ("expert:b", f"{method}-b")
 
 
@@ -138,8 +148,10 @@ def test_damaged_row_is_made_again_and_only_that_one(compared, again, lines, sou
 
 def test_other_settings_or_another_split_make_another_row_beside_it(again, source, tiny):
     before, row = kept(again), Row("zeroshot", tiny.settings)
-    validation = run_row(row, source, again, "validation")["accuracy"]
-    assert [result["n"] for result in validation.values()] == [6, 4, 8]
+    validation = run_row(row, source, again, "validation")
+    for key in ("accuracy", "joint"):
+        assert [result["n"] for result in validation[key].values()] == [6, 4, 8]
+    assert [one["n"] for one in validation["public"]] == [12]
     run_row(replace(row, config=changed(tiny.settings, {"expert.rank": 2})), source, again)
     assert len(kept(again)) == len(before) + 2
     assert set(before) < set(kept(again))
@@ -182,6 +194,28 @@ def test_row_is_made_again_when_data_change_that_the_method_uses(tiny, tmp_path)
         opened = SimpleNamespace(seed=lambda: tiny.seed, benchmark=lambda random_state: benchmark)
         run_row(Row("comigs", config), opened, tmp_path)
     assert len(kept(tmp_path)) == 2
+
+
+def test_row_is_made_again_when_the_pools_held_out_samples_or_the_classes_change(tiny, tmp_path):
+    "A test split of fewer samples; and a client with a class that nobody is of."
+    pool = replace(tiny.pool, test=tiny.pool.test.select([0, 1, 2]))
+    more = ClassLabel(names=[*tiny.a.classes, "plaid"])
+    splits = ("train", "validation", "test")
+    wider = replace(tiny.a, **{s: getattr(tiny.a, s).cast_column("label", more) for s in splits})
+    row, sizes = Row("zeroshot", tiny.settings), []
+    for number, benchmark in enumerate(
+        [
+            Benchmark("tiny", tiny.pool, tiny.clients),
+            Benchmark("tiny", pool, tiny.clients),
+            Benchmark("tiny", tiny.pool, [wider, *tiny.clients[1:]]),
+        ]
+    ):
+        opened = SimpleNamespace(
+            seed=lambda: tiny.seed, benchmark=lambda random_state, of=benchmark: of
+        )
+        sizes.append(run_row(row, opened, tmp_path)["public"][0]["n"])
+        assert len(kept(tmp_path)) == number + 1
+    assert sizes == [12, 3, 12]
 
 
 # ---- errors, and several processes

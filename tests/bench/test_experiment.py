@@ -21,7 +21,7 @@ from harmomoe.config.source import Reading, Source
 from harmomoe.data.named import PAPER_ACCURACY
 from harmomoe.models.clip import ImageSeed
 from harmomoe.models.decoder import DecoderSeed
-from harmomoe.models.evaluate import measure
+from harmomoe.models.evaluate import measure, measure_all
 
 SETTINGS = (
     "proxies.candidates=40, proxies.number=12, routing.public_samples=40, expert.rank=4, "
@@ -207,7 +207,7 @@ def test_a_seed_of_ones_own_has_the_embedded_preset_and_a_named_one_the_papers(i
 def test_samples_are_limited_in_a_quick_try_and_by_reading(texts, images):
     found = open_experiment("run_nlp", True, **texts, out="out").sizes()
     assert found.loc["colours", ["train", "validation", "test"]].tolist() == [20, 9, 10]
-    assert found.loc["sayings", ["role", "train"]].tolist() == ["public pool", 90]
+    assert found.loc["sayings", ["role", "train", "test"]].tolist() == ["public pool", 88, 1]
     quick = open_experiment("run_cv", False, **images | dict(quick=40), out="out").sizes()
     assert quick.index.tolist() == ["pool", "a", "b", "c"]
     assert quick["train"].tolist() == [40, 30, 24, 32]
@@ -249,6 +249,11 @@ IMAGES = {
         dict(clients="my b=b"),
         ValueError,
         "the client's name 'my b' must be .*clients='alias=NAME'",
+    ),
+    "client called like a column": (
+        dict(clients="joint=a,b"),
+        ValueError,
+        "a client is called 'joint', as a column of tables is. .*clients='alias=NAME'",
     ),
     "clients that differ in case": (dict(clients="a,A=b"), ValueError, "'a' and 'A': names must"),
     "no such folder": (
@@ -434,11 +439,13 @@ def measured(images, tmp_path_factory):
 def test_unified_model_is_measured_as_the_server_keeps_it(measured):
     made, model = measured.made, measured.made.server.unify()
     for client in made.benchmark.clients:
-        assert measured.ours[client.name] == measure(model, client.test, client.classes)
+        found = measure(model, client.test, client.classes)
+        assert measured.ours.domains[client.name] == found
+    assert measured.ours == measure_all(model, made.benchmark)
     assert measured.built.count("model") == 1
     row = run_rows([module.Row("harmomoe", made.config)], made.source, made.folder)
     assert {k: v["correct"] for k, v in row[0]["accuracy"].items()} == {
-        name: found.correct for name, found in measured.ours.items()
+        name: found.correct for name, found in measured.ours.domains.items()
     }
     assert row[0]["bytes"] == sum(
         entry.bytes

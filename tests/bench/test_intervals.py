@@ -6,10 +6,13 @@ import pytest
 from scipy import stats
 
 from harmomoe.bench.intervals import half_width, percentages, with_intervals
+from harmomoe.models.evaluate import BITS, Measured
+from harmomoe.models.seed import Accuracy, BitsPerByte
 
 
-def result(*correct):
-    return dict(accuracy={name: dict(correct=c, n=20) for name, c in zip("xy", correct)}, bytes=0)
+def result(*correct, joint={}, public=()):
+    own = {name: Accuracy(c, 20) for name, c in zip("xy", correct)}
+    return Measured(own, joint, public).counts | dict(bytes=0)
 
 
 RESULTS = dict(second=[result(10, 20), result(12, 16), result(11, 18)], first=[result(8, 8)] * 3)
@@ -50,6 +53,25 @@ def test_intervals_are_means_and_half_widths_and_differences_are_taken_state_by_
     wanted = [f"{averages.mean():.2f} ± {half:.2f}", f"+32.50 ± {half:.2f}"]
     assert shown.loc["second"].tolist()[2:] == wanted
     assert shown.loc["first", "against first"] == ""
+
+
+@pytest.mark.filterwarnings("error")
+def test_public_and_joint_have_intervals_as_the_other_columns():
+    joint = [{"x": Accuracy(c, 20), "y": Accuracy(10, 20)} for c in (2, 4)]
+    public = [(Accuracy(1, 4),), (Accuracy(2, 4), Accuracy(1, 4))]
+    found = [result(10, 20, joint=j, public=p) for j, p in zip(joint, public)]
+    table = percentages({"one": found})
+    assert table.columns.tolist() == ["x", "y", "average", "public", "joint"]
+    assert table["joint"].tolist() == [30, 35] and table["public"].tolist() == [25, 37.5]
+    half = stats.t.ppf(0.975, 1) * 2.5
+    assert with_intervals(table).loc["one", "joint"] == f"32.5 ± {half:.1f}"
+
+
+def test_bits_per_byte_have_digits_enough():
+    rows = [result(1, 2, public=(BitsPerByte(nats, 10),)) for nats in (7.0, 7.01)]
+    shown = with_intervals(percentages({"one": rows}))
+    assert shown.columns.tolist() == ["x", "y", "average", BITS]
+    assert shown.loc["one", BITS] == f"{7.005 / np.log(2) / 10:.3f} ± 0.009"
 
 
 @pytest.mark.filterwarnings("error")

@@ -20,7 +20,7 @@ from harmomoe.bench import report as module
 from harmomoe.bench.experiment import open_experiment
 from harmomoe.bench.report import open_run, write_report
 from harmomoe.bundle.files import FILES
-from harmomoe.models.evaluate import write_results
+from harmomoe.models.evaluate import BITS, write_results
 
 SETTINGS = (
     "proxies.candidates=40, proxies.number=12, routing.public_samples=40, expert.rank=4, "
@@ -172,7 +172,7 @@ def test_test_samples_have_a_way_through_the_layers_and_an_answer(run):
                 assert len(row) == len(model.experts)
                 assert sum(row) == pytest.approx(1, abs=0.002)
         right = sum(sample["answer"] == sample["label"] for sample in samples)
-        assert right == tables[client.domain.name].correct
+        assert right == tables.domains[client.domain.name].correct
     public = data["tests"][len(domains)]
     assert {sample["answer"] for sample in public} == {None}
     assert {sample["domain"] for sample in public} == {run.made.benchmark.pool.name}
@@ -180,8 +180,15 @@ def test_test_samples_have_a_way_through_the_layers_and_an_answer(run):
 
 def test_accuracy_and_costs_are_those_of_the_run(run):
     rows = list(csv.reader((run.folder / "table.csv").open()))
+    texts = run.page.data["texts"]
+    columns = [*run.made.clients, "average", BITS if texts else "public", "joint"]
+    assert rows[0] == ["method", *columns]
     for row in rows[1:]:
-        assert all(f'number">{float(x):.1f}<' in no_best(run.page.text) for x in row[1:])
+        for name, x in zip(columns, row[1:]):
+            shown = f"{float(x):.3f}" if name == BITS else f"{float(x):.1f}"
+            assert f'number">{shown}<' in no_best(run.page.text)
+    drawn = [*run.made.clients, *([] if texts else ["public"]), "joint"]
+    assert [name for name, _ in run.page.data["domains"]] == drawn
     for name, bundle in run.made.server.received.items():
         assert f"{name} {bundle.bytes / 1e3:,.1f} kB" in run.page.words
     assert "seed & data 1.2 s" in run.page.words or "seed & data 1.3 s" in run.page.words

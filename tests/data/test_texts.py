@@ -384,6 +384,17 @@ def test_name_goes_to_its_repository_in_the_cache(tmp_path, monkeypatch):
     assert load_texts("socialiqa")["train"]["label"][:] == labels
 
 
+def test_a_few_instructions_of_a_pool_are_held_out_the_same_for_everybody(tmp_path):
+    write(tmp_path / "pool.jsonl", rows_of("instructions", 300)[0])
+    first, other = (load_domain(tmp_path / "pool", None, state, True) for state in (0, 5))
+    sizes = [len(first.train), len(first.validation), len(first.test)]
+    assert sizes == [294, 3, 3]
+    for split in ("train", "validation", "test"):
+        assert getattr(first, split)["prompt"][:] == getattr(other, split)["prompt"][:]
+    prompts = [*first.train["prompt"], *first.validation["prompt"], *first.test["prompt"]]
+    assert len(set(prompts)) == 300
+
+
 def test_files_go_before_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "alpaca.json", rows_of("instructions", 3)[0])

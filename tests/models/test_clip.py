@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from harmomoe.base.artefacts import digest_weights
 from harmomoe.base.process import seeded
 from harmomoe.data.samples import labelled
-from harmomoe.models.clip import CONFIG, VOCABULARY, WEIGHTS, ImageSeed
+from harmomoe.models.clip import CONFIG, KEPT, VOCABULARY, WEIGHTS, ImageSeed
 from harmomoe.moe.ffn import CLIP_FFN, TIMM_FFN
 
 
@@ -249,6 +249,38 @@ def test_underscores_become_blanks_in_prompts(tiny_seed, monkeypatch):
     monkeypatch.setattr(tiny_seed, "tokenizer", noted)
     tiny_seed.label_features(("blue_cross", "a {brace}"))
     assert prompts == ["a picture of a blue cross", "a picture of a a {brace}"]
+
+
+def test_features_of_the_last_label_spaces_are_kept(tiny_seed, monkeypatch):
+    asked, tokenizer, prompt = [], tiny_seed.tokenizer, tiny_seed.prompt
+    noted = lambda texts: asked.append(len(texts)) or tokenizer(texts)
+    monkeypatch.setattr(tiny_seed, "tokenizer", noted)
+    spaces = [tuple(f"thing {k}" for k in range(n)) for n in range(1, KEPT + 2)]
+    first = tiny_seed.label_features(spaces[0])
+    for space in spaces[1:KEPT]:
+        tiny_seed.label_features(space)
+    assert tiny_seed.label_features(spaces[0]) is first
+    assert asked == [*range(1, KEPT + 1)]
+    tiny_seed.label_features(spaces[KEPT])  # the second is now the one that was asked longest ago
+    assert tiny_seed.label_features(spaces[0]) is first
+    tiny_seed.label_features(spaces[1])
+    assert asked[KEPT:] == [KEPT + 1, 2]
+    try:
+        tiny_seed.prompt = "no {}"
+        other = tiny_seed.label_features(spaces[0])
+    finally:
+        tiny_seed.prompt = prompt
+    assert not torch.equal(other, first)
+    assert torch.equal(tiny_seed.label_features(spaces[0]), first)
+
+
+def test_a_seed_with_other_weights_has_other_features(tiny_seed):
+    before = tiny_seed.label_features(("red", "blue"))
+    key = "transformer.resblocks.0.mlp.c_fc.bias"
+    change = {key: torch.ones_like(tiny_seed.clip.state_dict()[key])}
+    other = tiny_seed.changed("other", change).label_features(("red", "blue"))
+    assert not torch.allclose(other, before, atol=1e-3)
+    assert tiny_seed.label_features(("red", "blue")) is before
 
 
 # ---- what is saved

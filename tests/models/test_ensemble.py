@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from families import REPLIES, model, only, seed_of
 from networks import same
 
 from harmomoe.base.artefacts import read_manifest
@@ -95,6 +96,27 @@ def test_it_does_not_matter_what_the_other_samples_of_a_batch_are(ensemble, tiny
 def test_there_must_be_something_to_choose_from(classes, ensemble):
     with pytest.raises(ValueError, match="of classes, of which it needs two"):
         ensemble.scorer(classes)
+
+
+@torch.no_grad()
+def test_plain_text_has_the_mean_of_its_probabilities_token_by_token_by_bayes_rule():
+    "Which is what a mean over whole texts comes to."
+    seed = seed_of()
+    members = [model("llama"), model("llama", random_state=1)]
+    batch, labels = only(seed, REPLIES), only(seed, REPLIES)["labels"]
+    found = Ensemble(seed, members).scorer([])(batch)
+    given = batch["input_ids"], batch["attention_mask"], batch["asked"]
+    for row, label in enumerate(labels):
+        at = (label != -100).nonzero()[:, 0]
+        each = []
+        for member in members:
+            logits = seed.logits(member, *given, labels.shape[1])[row].double().log_softmax(-1)
+            each.append(logits[at - 1, label[at]].exp())
+        weights, total = torch.full((2,), 0.5, dtype=torch.float64), 0.0
+        for token in torch.stack(each, 1):
+            total += (weights @ token).log()
+            weights = weights * token / (weights @ token)
+        assert found[row].tolist() == pytest.approx([total.item()], rel=1e-4)
 
 
 def test_every_member_is_active_and_so_is_the_seed_if_it_chooses_the_weights(

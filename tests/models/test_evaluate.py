@@ -1,21 +1,35 @@
 "How well a model does, how sure that is, how it is written down, and how fast it is."
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import matplotlib
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 from families import ABC, QUESTIONS, REPLIES, only, scores, seed_of
 from scipy.stats import binomtest
 
+from harmomoe.data.domains import Benchmark
 from harmomoe.data.samples import labelled
+from harmomoe.models.ensemble import Ensemble, Personal
 from harmomoe.models.evaluate import (
+    BITS,
     FIGURE_SPACE,
     HARD_SPACE,
+    Measured,
     accuracy_figure,
+    best_of,
+    details,
+    joint_space,
     markdown_table,
+    mean_interval,
     measure,
+    measure_all,
+    measure_spaces,
+    read_measured,
     results_table,
     throughput,
     write_results,
@@ -90,7 +104,208 @@ def test_interval_is_wilsons(correct, n):
     assert found.percent == pytest.approx(100 * correct / n)
 
 
+# ---- several label spaces
+
+
+def prefers(*order):
+    "Scores of a model that takes the first class of these that there is, or else the right one."
+
+    def scores(names, classes):
+        first = next((name for name in order if name in classes), None)
+        wanted = [first or name for name in names]
+        return torch.tensor([[float(c == want) for c in classes] for want in wanted])
+
+    return scores
+
+
+@pytest.fixture
+def fake(tiny_seed):
+    "A model whose scores are a function of (the samples' classes, label space)."
+
+    def fake(scores):
+        model = Model(tiny_seed, tiny_seed.backbone)
+        names = lambda batch, classes: [classes[k] for k in batch["targets"]]
+        model.scorer = lambda classes: lambda batch: scores(names(batch, classes), classes)
+        return model
+
+    return fake
+
+
+def test_a_model_that_prefers_a_public_class_is_right_on_the_domains_and_wrong_jointly(
+    fake, tiny_benchmark
+):
+    found = measure_all(fake(prefers("red_disc")), tiny_benchmark)
+    sizes = dict(a=12, b=8, c=12)
+    assert found.domains == {name: Accuracy(n, n) for name, n in sizes.items()}
+    assert found.joint == {name: Accuracy(0, n) for name, n in sizes.items()}
+    assert found.public == (Accuracy(2, 12),)  # two of the pool's twelve are red
+
+
+def test_a_model_that_prefers_another_clients_class_is_wrong_jointly_and_right_in_public(
+    fake, tiny_benchmark
+):
+    found = measure_all(fake(prefers("purple_checks")), tiny_benchmark)
+    assert [a.percent for a in found.domains.values()] == [100, 50, 100]
+    assert [a.percent for a in found.joint.values()] == [0, 50, 0]
+    assert found.public == (Accuracy(12, 12),)
+
+
+def test_it_is_the_split_that_was_asked_for(fake, tiny_benchmark):
+    found = measure_all(fake(prefers()), tiny_benchmark, "validation")
+    assert {name: a.n for name, a in found.joint.items()} == dict(a=6, b=4, c=8)
+    assert found.public == (Accuracy(12, 12),)
+    fewer = replace(tiny_benchmark.pool, validation=tiny_benchmark.pool.validation.select([0]))
+    other = Benchmark("fewer", fewer, tiny_benchmark.clients)
+    assert measure_all(fake(prefers()), other, "validation").public == (Accuracy(1, 1),)
+
+
+def test_joint_is_over_all_classes_of_clients_then_of_the_pool(tiny_benchmark):
+    space = joint_space(tiny_benchmark)
+    names = [c.classes for c in tiny_benchmark.clients]
+    assert space == [*names[0], *names[1], *names[2], *tiny_benchmark.pool.classes]
+
+
+def renamed(domain, **names):
+    "A domain some of whose classes are called otherwise."
+
+    def part(data):
+        new = [names.get(name, name) for name in domain.classes]
+        return data.cast_column("label", data.features["label"].__class__(names=new))
+
+    splits = {split: part(getattr(domain, split)) for split in ("train", "validation", "test")}
+    return replace(domain, **splits)
+
+
+def test_a_class_that_pool_and_client_share_is_one_class_and_right_for_both(fake, tiny_benchmark):
+    "The client's name stays, in whose case the pool's is found."
+    pool = renamed(tiny_benchmark.pool, red_disc="RED_Stripes", blue_disc="green_stripes")
+    shared = Benchmark("shared", pool, tiny_benchmark.clients)
+    space = joint_space(shared)
+    assert len(space) == len(joint_space(tiny_benchmark)) - 2
+    assert "RED_Stripes" not in space and space.count("green_stripes") == 1
+    assert space[0] == "red_stripes"
+    right = measure_all(fake(prefers()), shared)
+    assert {a.percent for a in (*right.joint.values(), *right.public)} == {100}
+    # and a model that says the shared class is right for those who are of it
+    one = measure_all(fake(prefers("red_stripes")), shared)
+    assert one.joint["a"] == Accuracy(4, 12) and one.joint["b"].correct == 0
+
+
+def counted(seed, monkeypatch):
+    "A list that gets an entry for each batch that a backbone of the seed reads."
+    read, hidden = [], seed.hidden
+    noted = lambda backbone, batch: read.append(len(batch["targets"])) or hidden(backbone, batch)
+    monkeypatch.setattr(seed, "hidden", noted)
+    return read
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_images_are_read_once_for_several_label_spaces_with_the_same_result(
+    members, tiny_seed, tiny_benchmark, monkeypatch
+):
+    "By one network, or by two whose probabilities over each label space are averaged."
+    client, other = tiny_benchmark.clients[0], tiny_seed.new_backbone()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    model = Model(tiny_seed, other)
+    if members == 2:
+        model = Ensemble(tiny_seed, [tiny_seed.backbone, other])
+    spaces = dict(
+        own=client.classes, joint=joint_space(tiny_benchmark), other=["x", *client.classes]
+    )
+    apart = {name: measure(model, client.test, classes) for name, classes in spaces.items()}
+    read = counted(tiny_seed, monkeypatch)
+    assert measure_spaces(model, client.test, spaces, 5) == apart
+    assert read == [n for n in (5, 5, 2) for _ in range(members)]
+
+
+def test_each_client_is_asked_its_own_model_and_public_is_the_mean_of_them(
+    fake, tiny_benchmark, tiny_seed
+):
+    members = dict(a=fake(prefers()), b=fake(prefers("red_disc")), c=fake(prefers("yellow_checks")))
+    found = measure_all(Personal(members), tiny_benchmark)
+    assert [a.percent for a in found.domains.values()] == [100, 100, 100]
+    assert [a.percent for a in found.joint.values()] == [100, 0, 0]
+    assert found.public == (Accuracy(12, 12), Accuracy(2, 12), Accuracy(12, 12))
+    told = details(found)["public"]
+    assert told["percent"] == pytest.approx(100 * 26 / 36)
+    assert told["interval"][0] == pytest.approx(np.mean([a.interval[0] for a in found.public]))
+    assert [one["correct"] for one in told["models"]] == [12, 2, 12]
+    # one model for all clients is asked once
+    same = measure_all(Personal(dict.fromkeys("abc", members["a"])), tiny_benchmark)
+    assert len(same.public) == 1 and "models" not in details(same)["public"]
+
+
+def test_no_sample_is_an_error_and_so_is_a_class_that_one_of_the_spaces_lacks(
+    tiny_benchmark, zero_shot
+):
+    client = tiny_benchmark.clients[0]
+    with pytest.raises(ValueError, match="the data set is empty"):
+        measure_spaces(zero_shot, client.test.select([]), dict(own=client.classes))
+    spaces = dict(own=client.classes, short=client.classes[1:])
+    with pytest.raises(ValueError, match="not in the label space of 2 classes"):
+        measure_spaces(zero_shot, client.test, spaces)
+
+
+def test_any_letter_may_be_the_answer_where_the_number_of_choices_is_not_to_tell(monkeypatch):
+    "Four questions with two or three choices; a model that always says D or E."
+    letters, seed = ["A", "B", "C", "D", "E"], seed_of()
+    kind, scored = type(seed.task(letters)), []
+
+    def by_letter(task, backbone, batch):
+        scored.append([len(choices) for choices in batch["choices"]])
+        return torch.arange(5.0)[: len(task.classes)].expand(len(batch["choices"]), -1)
+
+    monkeypatch.setattr(kind, "by_letter", by_letter)
+    model, spaces = Model(seed, seed.backbone), dict(own=ABC, joint=letters)
+    found = measure_spaces(model, QUESTIONS, spaces, any_letter=["joint"])
+    assert found == dict(own=Accuracy(2, 4), joint=Accuracy(0, 4))
+    assert scored == [[2, 3, 3, 2], [5, 5, 5, 5]]
+    assert measure_spaces(model, QUESTIONS, spaces)["joint"] == found["own"]
+
+
+def texts(pool):
+    "Questions as the only client, and a pool."
+    data = {split: QUESTIONS for split in ("train", "validation", "test")}
+    client = SimpleNamespace(name="q", classes=ABC, **data)
+    return SimpleNamespace(pool=pool, clients=[client])
+
+
+def test_public_text_is_measured_in_bits_per_byte_with_an_interval_and_has_no_class():
+    seed = seed_of()
+    model, pool = Model(seed, seed.backbone), SimpleNamespace(test=REPLIES, classes=["text"])
+    found = measure_all(model, texts(pool))
+    assert found.public == (measure(model, REPLIES, ["text"]),)
+    assert joint_space(texts(pool)) == ABC
+    told = details(found)["public"]
+    assert told["interval"][0] < told["bits"] < told["interval"][1]
+    assert told["bits"] == found.public[0].bits
+    assert read_measured(json.loads(json.dumps(found.counts))) == found
+
+
+def test_a_pool_without_held_out_samples_has_no_column():
+    seed = seed_of()
+    pool = SimpleNamespace(test=REPLIES.select([]), classes=["text"])
+    found = measure_all(Model(seed, seed.backbone), texts(pool))
+    assert found.public == ()
+    assert list(results_table({"x": found})) == ["q", "average", "joint"]
+
+
 # ---- how it is written down
+
+
+@pytest.mark.parametrize("counts", [[(5, 10)], [(3, 10), (80, 90), (7, 7)], [(0, 40), (40, 40)]])
+def test_interval_of_a_mean_is_put_together_from_those_of_its_parts(counts):
+    parts = [Accuracy(*count) for count in counts]
+    low, high = mean_interval(parts)
+    middle = np.mean([a.percent for a in parts])
+    below = sum((a.percent - a.interval[0]) ** 2 for a in parts) ** 0.5 / len(parts)
+    above = sum((a.interval[1] - a.percent) ** 2 for a in parts) ** 0.5 / len(parts)
+    assert (low, high) == pytest.approx((middle - below, middle + above))
+    assert -1e-9 <= low < high <= 100 + 1e-9
+    if len(parts) == 1:
+        assert (low, high) == pytest.approx(parts[0].interval)
 
 
 def test_results_are_written_in_three_formats_that_agree(tmp_path):
@@ -103,8 +318,66 @@ def test_results_are_written_in_three_formats_that_agree(tmp_path):
     assert lines[2] == "| zeroshot | 25.00 | 33.33 | 29.17 |"
     told = json.loads((tmp_path / "table.json").read_text())
     assert told["note"] == "x" and told["accuracy"]["harmomoe"]["b"]["correct"] == 2
-    assert told["accuracy"]["harmomoe"]["average"] == pytest.approx(250 / 3)
+    average = told["accuracy"]["harmomoe"]["average"]
+    assert average["percent"] == pytest.approx(250 / 3)
+    assert average["interval"] == list(mean_interval(RESULTS["harmomoe"].values()))
     assert told["accuracy"]["zeroshot"]["a"]["interval"] == list(Accuracy(1, 4).interval)
+
+
+def measured(public, joint=(1, 2)):
+    own, parts = dict(a=Accuracy(1, 4), b=Accuracy(3, 4)), (Accuracy(c, 4) for c in joint)
+    return Measured(own, dict(zip("ab", parts)), public)
+
+
+def test_public_and_joint_follow_the_average(tmp_path):
+    rows = {"ours": measured((Accuracy(1, 8),)), "told": measured((Accuracy(2, 8), Accuracy(4, 8)))}
+    table = write_results(tmp_path, rows, ["told"])
+    assert table.columns.tolist() == ["a", "b", "average", "public", "joint"]
+    assert table.loc["ours"].tolist() == [25, 75, 50, 12.5, 37.5]
+    lines = ["method,a,b,average,public,joint", "ours,25.0,75.0,50.0,12.5,37.5"]
+    assert (tmp_path / "table.csv").read_text().split() == [*lines, "told,25.0,75.0,50.0,37.5,37.5"]
+    assert "| told † | 25.00 |" in (tmp_path / "table.md").read_text()
+    told = json.loads((tmp_path / "table.json").read_text())["accuracy"]["ours"]
+    assert told["public"] == dict(
+        percent=12.5, interval=list(Accuracy(1, 8).interval), correct=1, n=8
+    )
+    joint = told["joint"]
+    assert joint["percent"] == 37.5 and joint["domains"]["b"]["correct"] == 2
+    assert joint["interval"] == list(mean_interval([Accuracy(1, 4), Accuracy(2, 4)]))
+
+
+def test_bits_per_byte_have_a_column_that_says_so_in_which_less_is_better(tmp_path):
+    rows = {name: measured((BitsPerByte(nats, 8),)) for name, nats in (("x", 5.0), ("y", 6.0))}
+    table = write_results(tmp_path, rows)
+    assert table.columns.tolist() == ["a", "b", "average", BITS, "joint"]
+    assert table.loc["x", BITS] == pytest.approx(5 / np.log(2) / 8)
+    assert "| 0.9017 |" in (tmp_path / "table.md").read_text()
+    best = best_of(table)
+    assert best == dict(highest=["a", "b", "average", "joint"], lowest=[BITS])
+    shown = columns(markdown_table(table, digits=2, **best))
+    assert shown[BITS][1:] == ["**0.90**", "1.08"]
+    with pytest.raises(ValueError, match="every method needs the same columns"):
+        results_table(rows | {"z": measured((Accuracy(1, 8),))})
+    assert all("bits" not in name for name in ticks(accuracy_figure(rows)))
+
+
+@pytest.mark.parametrize("name", ["average", "public", "joint"])
+def test_a_domain_is_not_called_like_another_column(name):
+    row = Measured({name: Accuracy(1, 2)}, {name: Accuracy(1, 2)}, (Accuracy(1, 2),))
+    with pytest.raises(ValueError, match=f"a domain is called '{name}'"):
+        results_table({"x": row})
+
+
+def ticks(figure):
+    return [label.get_text() for label in figure.axes[0].get_xticklabels()]
+
+
+def test_bars_of_public_and_joint_stand_beside_those_of_the_domains():
+    matplotlib.use("agg")
+    figure = accuracy_figure({"ours": measured((Accuracy(1, 8),))}, "ours")
+    assert ticks(figure) == ["a", "b", "public", "joint"]
+    [bars] = [group for group in figure.axes[0].containers if hasattr(group, "patches")]
+    assert [bar.get_height() for bar in bars] == [25, 75, 12.5, 37.5]
 
 
 TABLE = pd.DataFrame(
