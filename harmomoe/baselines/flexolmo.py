@@ -28,7 +28,12 @@ from ..config.settings import Config, ExpertSettings
 from ..data.domains import fingerprint
 from ..data.samples import labelled, union_label_space
 from ..describe.public import Public
-from ..describe.routing import RoutingVectors, layer_means
+from harmomoe.describe.routing import (
+    RoutingVectors,
+    layer_means,
+    load_routing,
+    save_routing,
+)
 from ..models.training import Checkpoint, train
 from ..models.unified import UnifiedModel
 from ..moe.router import RouterSettings
@@ -88,7 +93,7 @@ def save_half(
     routers = [layer.router for layer in model.layers]
     vectors = torch.stack([router.vectors[1].detach().cpu() for router in routers])
     biases = torch.stack([router.biases[1].detach().cpu() for router in routers])
-    RoutingVectors(vectors, biases, "logistic").save(folder)
+    save_routing(dict(logistic=RoutingVectors(vectors, biases, "logistic")), folder)
 
 # %% ../../nbs/baselines/06_flexolmo.ipynb #cc13059c
 class AnchoredClient(Client):
@@ -110,7 +115,7 @@ def expert(self: AnchoredClient) -> Path:
         pool=public.fingerprint,
         seed=public.seed.identity,
         settings=asdict(config.expert),
-        routing=asdict(config.routing),
+        public_samples=config.routing.public_samples,
         classes=domain.classes,
         public_classes=public.pool.classes,
         random_state=config.random_state,
@@ -130,9 +135,9 @@ def expert(self: AnchoredClient) -> Path:
 
 
 @patch(as_prop=True)
-def routing(self: AnchoredClient) -> RoutingVectors:
-    "Its lines of the router."
-    return RoutingVectors.load(self.expert)
+def routing(self: AnchoredClient) -> dict[str, RoutingVectors]:
+    "Its lines of the router, which has one form whatever the settings name."
+    return load_routing(self.expert)
 
 # %% ../../nbs/baselines/06_flexolmo.ipynb #ecd6f6e7
 def merge_anchored(

@@ -60,14 +60,14 @@ class Method:
         "What left all clients together, in bytes."
         return 0
 
-# %% ../../nbs/baselines/00_method.ipynb #5f6bd72e
+# %% ../../nbs/baselines/00_method.ipynb #8dda4e16
 @dataclass(frozen=True)
 class AllData(Method):
-    "The server trains on all private data."
+    "The server trains on all private data: it plays every client."
 
-    def receive(self, public: Public, domains: list[Domain], folder: str | Path) -> list[Domain]:
-        "The data."
-        return domains
+    def receive(self, public: Public, domains: list[Domain], folder: str | Path) -> list[Client]:
+        "The clients: their data, and the steps that a client takes alone, when they are asked for."
+        return [Client(public, domain, Path(folder, domain.name)) for domain in domains]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import kept
+from helpers import kept, routing_of
 from watching import equal, untrained
 
 from harmomoe.base.artefacts import read_manifest, stages_run
@@ -43,8 +43,8 @@ def test_it_trains_one_line_beside_the_public_one_and_sends_the_pair(tiny, logit
         router = layer.router
         assert not router.vectors[0].any() and router.biases[0] == 0
         assert router.biases[1] != 0 and router.lam == 0
-        assert torch.equal(bundle.routing.vectors[index], router.vectors[1])
-        assert torch.equal(bundle.routing.biases[index], router.biases[1])
+        assert torch.equal(routing_of(bundle).vectors[index], router.vectors[1])
+        assert torch.equal(routing_of(bundle).biases[index], router.biases[1])
         for linear in tiny.seed.ffn.linears:
             a, b = bundle.factors[path, linear]
             assert torch.equal(a, layer.a[linear]) and torch.equal(b, layer.b[linear].T) and b.any()
@@ -125,5 +125,5 @@ def test_its_forms_differ_in_the_proxies_alone(name, play):
         assert one.ids.tolist() != two.ids.tolist()
         for key, pair in one.factors.items():
             assert equal(pair, two.factors[key])
-        assert torch.equal(one.routing.vectors, two.routing.vectors)
-        assert torch.equal(one.routing.biases, two.routing.biases)
+        assert torch.equal(routing_of(one).vectors, routing_of(two).vectors)
+        assert torch.equal(routing_of(one).biases, routing_of(two).biases)

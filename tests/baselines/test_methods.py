@@ -47,9 +47,11 @@ MOVES = dict(
     **{name: ["router.vectors", "router.biases"] for name in FLEXOLMOS},
     **{
         name: [*FACTORS, "router.vectors", "router.lam"]
-        for name in ("harmomoe", "proxies_only", "unrestricted_moe")
+        for name in ("harmomoe", "proxies_only", "unrestricted_moe", "unrestricted_proxies")
     },
 )
+ALL_DATA = "unrestricted_moe", "unrestricted_proxies", "expert_all_data"
+TRAINED = {*MOVES, "expert_all_data"} - {"comigs"}  # by one training at the server
 
 
 def test_a_method_is_found_by_its_name_and_an_unknown_name_says_which_there_are():
@@ -79,7 +81,7 @@ def test_method_builds_a_model_that_scores_and_says_what_was_sent(name, play, lo
     for scores in logits(played.model).values():
         assert scores.shape == (44, 15) and torch.isfinite(scores).all()
     losses = played.model.losses
-    assert len(losses) == (2 if name in MOVES and name != "comigs" else 0)
+    assert len(losses) == (2 if name in TRAINED else 0)
     assert np.isfinite(losses).all()
 
 
@@ -88,7 +90,7 @@ def test_no_method_changes_the_seed(name, play, tiny_seed_folder):
     assert play(name).seed == digest_weights(open_seed(str(tiny_seed_folder)).whole)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in MOVES])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in (*MOVES, "arrow")])
 def test_of_a_dense_backbone_only_the_weights_of_the_ffns_are_not_the_seeds(name, play, tiny):
     linears = tiny.seed.ffn.linears
     ffns = {f"{layer}.{linear}.weight" for layer in tiny.seed.layers for linear in linears}
@@ -218,9 +220,10 @@ def test_server_gets_what_is_sent_and_nothing_that_leads_to_private_data(name, p
 def test_server_of_other_kinds_gets_participants_all_data_or_nothing(play, tiny, rows):
     others = {n: type(m) for n, m in METHODS.items() if not isinstance(m, OneShot)}
     alone = type(METHODS["zeroshot"])
-    assert others == dict(zeroshot=alone, comigs=Rounds, unrestricted_moe=AllData)
+    assert others == dict(zeroshot=alone, comigs=Rounds) | dict.fromkeys(ALL_DATA, AllData)
     assert play("zeroshot").received == []
-    assert play("unrestricted_moe").received == tiny.clients
+    for name in ALL_DATA:
+        assert [client.domain for client in play(name).received] == tiny.clients
     # Python hides nothing: a participant has its data in attributes that begin with an underscore,
     # and a server that read them would break the rules. What it offers are its other attributes
     # and what its functions return.
@@ -260,8 +263,10 @@ def test_server_looks_at_exactly_the_images_that_the_method_is_about(name, play,
         wanted = rows(random_public(tiny.public, 3))
     if name in ("harmomoe", "proxies_only"):
         wanted |= sample
-    if name == "unrestricted_moe":
-        wanted = sample.union(*(rows(client.train) for client in tiny.clients))
+    if name in ALL_DATA:
+        wanted = set().union(*(rows(client.train) for client in tiny.clients))
+        # it selects the clients' proxies
+        wanted |= sample if name == "unrestricted_moe" else rows(tiny.pool.train)
     assert played.looked["server"] == wanted
 
 
@@ -286,6 +291,10 @@ def test_parameters_are_counted_by_kind(name, play, tiny):
         elif isinstance(model, Ensemble):
             posterior = backbone + 3 * (seed.embedding_size + 1)
             total = active = 3 * backbone + posterior * (name == "btm_posterior")
+        elif name == "arrow":  # a direction for every adapter in every linear map
+            linears = [own.linear for own in model.maps.values()]
+            total += 3 * (expert + sum(linear.in_features for linear in linears))
+            active = total  # all three are chosen
         assert model.count_parameters() == dict(total=total, active=active)
         assert isinstance(model, UnifiedModel) == (name in MOVES)
 
@@ -300,7 +309,7 @@ def test_two_experts_for_a_token_are_two_experts_that_are_active(tiny, play):
 
 @every_method
 def test_bytes_are_those_of_the_files_that_the_method_sends(name, play, tiny):
-    played, sent = play(name), name not in ("zeroshot", "unrestricted_moe")
+    played, sent = play(name), name not in ("zeroshot", *ALL_DATA)
     wanted = [file for part in getattr(played.method, "sends", ()) for file in PARTS[part]]
     sizes = sum(files[file] for files in played.written.values() for file in wanted)
     if name == "comigs":

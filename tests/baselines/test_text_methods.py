@@ -217,7 +217,7 @@ def test_answer_does_not_depend_on_what_else_is_asked(name, play, scores):
 def test_server_gets_nothing_that_leads_to_private_texts(name, play, rows, text):
     played = play(name)
     if isinstance(played.method, AllData):
-        assert played.received == text.clients
+        assert [client.domain for client in played.received] == text.clients
         return
     if isinstance(played.method, Rounds):
         own = [vars(one).items() for one in played.received]
@@ -309,7 +309,7 @@ def test_whole_seed_as_classifier_tells_questions_from_instructions(text, tmp_pa
     how = replace(CLASSIFIER, epochs=4, learning_rate=1e-3, batch_size=16)
     given = text.seed, domain.train, text.pool.train
     one, two = (fine_tuned_classifier(*given, training=how) for _ in range(2))
-    assert one.scores.shape == (90,) and one.private.shape == (32,)
+    assert one.scores.shape == (88,) and one.private.shape == (32,)
     assert ((one.scores >= 0) & (one.scores <= 1)).all()
     assert np.array_equal(one.scores, two.scores) and one.facts == two.facts
     assert one.facts["auc"] > 0.9 and one.private.mean() > 0.5 > one.scores.mean()
