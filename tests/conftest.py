@@ -202,11 +202,11 @@ def tiny_bundles(tiny_clients, tiny_public):
     return [read_bundle(tiny_clients / name / "bundle", tiny_public) for name in "abc"]
 
 
-def _bundles_of(form):
+def _bundles_of(name, form, forms=""):
     """A fixture: what the three clients send, of the same experts, when the routing vectors are
-    to have this form."""
+    to have this form, and others beside it."""
 
-    @pytest.fixture(scope="session", name=f"tiny_{form}")
+    @pytest.fixture(scope="session", name=f"tiny_{name}")
     def bundles(tiny_clients, tiny_public, tiny_benchmark, tmp_path_factory):
         import shutil
 
@@ -214,21 +214,31 @@ def _bundles_of(form):
         from harmomoe.client.client import Client
         from harmomoe.config.settings import changed
 
-        folder = shutil.copytree(tiny_clients, tmp_path_factory.mktemp(form) / "clients")
-        public = tiny_public.with_config(changed(tiny_public.config, {"router.form": form}))
+        folder = shutil.copytree(tiny_clients, tmp_path_factory.mktemp(name) / "clients")
+        changes = {"router.form": form, "routing.forms": forms}
+        public = tiny_public.with_config(changed(tiny_public.config, changes))
         clients = [Client(public, d, folder / d.name) for d in tiny_benchmark.clients]
         return [read_bundle(client.bundle(), public) for client in clients]
 
     return bundles
 
 
-tiny_logistic, tiny_moments = _bundles_of("logistic"), _bundles_of("moments")
+tiny_logistic, tiny_moments = (_bundles_of(form, form) for form in ("logistic", "moments"))
+tiny_both = _bundles_of("both", "moments", "mean")
 
 
 @pytest.fixture(scope="session")
-def tiny(tiny_public, tiny_benchmark, tiny_clients, tiny_bundles, tiny_logistic, tiny_moments):
+def tiny(
+    tiny_public,
+    tiny_benchmark,
+    tiny_clients,
+    tiny_bundles,
+    tiny_logistic,
+    tiny_moments,
+    tiny_both,
+):
     """All of the above in one: `tiny.seed`, `tiny.pool`, `tiny.a` and so on; `tiny.sent` has the
-    bundles of each form."""
+    bundles of each form, and `tiny.both` those that hold means and moments."""
     return SimpleNamespace(
         public=tiny_public,
         seed=tiny_public.seed,
@@ -241,6 +251,7 @@ def tiny(tiny_public, tiny_benchmark, tiny_clients, tiny_bundles, tiny_logistic,
         bundles=tiny_bundles,
         logistic=tiny_logistic,
         moments=tiny_moments,
+        both=tiny_both,
         sent=dict(mean=tiny_bundles, logistic=tiny_logistic, moments=tiny_moments),
     )
 

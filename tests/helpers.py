@@ -22,6 +22,12 @@ def stamps(folder):
     }
 
 
+def routing_of(bundle):
+    "The routing vectors of a bundle that has one form of them."
+    [found] = bundle.routing.values()
+    return found
+
+
 def table(folder):
     "The header of a run's table, and its rows by name."
     rows = list(csv.reader((folder / "table.csv").open()))

@@ -2,6 +2,7 @@
 client, server. What a process of its own adds is in the guide."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from harmomoe.bundle.files import FILES
 from harmomoe.bundle.invitation import read_invitation
 from harmomoe.models.evaluate import measure
 from harmomoe.models.model import load_model
+from harmomoe.server.merge import ROUTERS
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "nbs"
 SETTINGS = (
@@ -75,6 +77,33 @@ def test_from_an_invitation_to_one_model(world, play, tiny, tmp_path):
     assert measure(model, tiny.a.test, tiny.a.classes).n == 12
     assert list(space["members"].index) == ["a", "b", "c"]
     assert space["members"]["routing share, %"].sum() == pytest.approx(100)
+
+
+def test_the_server_delivers_either_router_from_the_same_bundles(world, play, tmp_path):
+    "The invitation asked for two forms; which is used is a parameter of the server."
+    asked = read_invitation(world / "invitation.yaml")
+    assert asked.forms == ("mean", "moments") and asked.settings.router.form == "moments"
+    before = stamps(world)
+    given = dict(router="paper", settings="router.lam=0.5, finetune.epochs=0", screen=False)
+    play("server", **server_of(world, tmp_path / "out", **given))
+    model = load_model(tmp_path / "out" / "model")
+    assert model.settings == replace(ROUTERS["paper"], lam=0.5) and model.losses == []
+    assert model.experts == ["seed", "a", "b", "c"] and stamps(world) == before
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (dict(router="best"), "router is 'best', but must be one of preset, paper, ratios"),
+        (dict(settings="router.form=logistic"), "asked for mean, moments: choose one of these"),
+        (dict(settings="expert.rank=2"), "expert went into the bundles and cannot be changed"),
+        (dict(settings="router.topk=2"), "unknown field 'router.topk'"),
+    ],
+)
+def test_a_servers_slip_is_said_before_anything_is_opened(wrong, said, world, play, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        play("server", **server_of(world, tmp_path / "out", **wrong))
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_a_client_may_send_is_in_one_folder_and_holds_no_sample(world, tiny_folder):

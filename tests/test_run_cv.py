@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import nbformat
@@ -21,13 +22,15 @@ import harmomoe.models.unified  # noqa: F401 (its models can be loaded)
 from harmomoe.base.artefacts import MANIFEST, read_manifest, stages_run
 from harmomoe.base.process import seeded
 from harmomoe.bundle.files import ADAPTER_FILES, FILES
-from harmomoe.models.evaluate import measure
+from harmomoe.models.evaluate import measure, measure_all, summary
 from harmomoe.models.model import load_model
 from harmomoe.models.training import Checkpoint
+from harmomoe.server.merge import ROUTERS
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_CV = ROOT / "nbs" / "run_cv.ipynb"
 METHODS, DOMAINS = ["zeroshot", "expert:a", "expert:b", "expert:c", "harmomoe"], ["a", "b", "c"]
+METHODS.append("harmomoe:ratios")  # the router that is delivered starts from means
 SETTINGS = (
     "proxies.candidates=40, proxies.number=12, routing.public_samples=40, "
     "expert.rank=4, expert.epochs=2, expert.batch_size=16, "
@@ -87,11 +90,13 @@ def again(finished, tmp_path):
 
 @pytest.fixture
 def run(parameters, run_cells):
-    """A function (folder, settings, ...) that runs the notebook in this process and returns the
-    kinds of artefacts that it built."""
+    """A function (folder, settings, ...) that runs the notebook in this process, with these
+    settings beside `SETTINGS` or, plainly, alone, and returns the kinds of artefacts that it
+    built."""
 
-    def run(out, settings="", **more):
-        given = parameters | dict(out=str(out), settings=f"{SETTINGS}, {settings}") | more
+    def run(out, settings="", plainly=False, **more):
+        settings = settings if plainly else f"{SETTINGS}, {settings}"
+        given = parameters | dict(out=str(out), settings=settings) | more
         with stages_run() as built:
             run_cells(RUN_CV, given)
         return built
@@ -104,10 +109,11 @@ def plain(name):
     return re.sub(r"-[0-9a-f]{12}$", "", name)
 
 
-def model_of(folder):
-    "The only unified model there."
-    [path] = kept(folder / "server", "model")
-    return load_model(path)
+def model_of(folder, form="mean"):
+    "The only unified model there whose router has this form."
+    models = map(load_model, kept(folder / "server", "model"))
+    [found] = [model for model in models if model.settings.form == form]
+    return found
 
 
 # ---- one run
@@ -116,7 +122,7 @@ def model_of(folder):
 def test_table_has_a_row_a_method_a_column_a_domain_and_percent_in_three_formats(finished):
     folder, _ = finished
     header, rows = table(folder)
-    assert header == ["method", *DOMAINS, "average"]
+    assert header == ["method", *DOMAINS, "average", "public", "joint"]
     assert list(rows) == METHODS
     told = json.loads((folder / "table.json").read_text())
     lines = (folder / "table.md").read_text().splitlines()
@@ -125,13 +131,20 @@ def test_table_has_a_row_a_method_a_column_a_domain_and_percent_in_three_formats
     assert [row[0] for row in markdown[2:]] == METHODS
     sizes = dict(a=12, b=8, c=12)
     for method, text in zip(METHODS, markdown[2:]):
-        assert rows[method][-1] == pytest.approx(np.mean(rows[method][:-1]), abs=0.01)
+        assert rows[method][3] == pytest.approx(np.mean(rows[method][:3]), abs=0.01)
         assert [float(x) for x in text[1:]] == pytest.approx(rows[method], abs=0.006)
         for domain, percent in zip(DOMAINS, rows[method]):
             cell = told["accuracy"][method][domain]
             assert cell["n"] == sizes[domain]
             assert percent == pytest.approx(100 * cell["correct"] / cell["n"], abs=0.006)
             assert cell["interval"][0] <= cell["percent"] <= cell["interval"][1]
+        for name, percent in zip(("average", "public", "joint"), rows[method][3:]):
+            cell = told["accuracy"][method][name]
+            assert cell["percent"] == pytest.approx(percent, abs=0.006)
+            assert cell["interval"][0] <= cell["percent"] <= cell["interval"][1]
+        assert told["accuracy"][method]["public"]["n"] == 12
+        joint = told["accuracy"][method]["joint"]["domains"]
+        assert {name: cell["n"] for name, cell in joint.items()} == sizes
 
 
 def test_table_says_with_which_parameters_and_seed_it_was_made(finished, parameters, tiny_seed):
@@ -165,6 +178,20 @@ def test_model_opens_and_scores_what_the_table_says(finished, tiny_benchmark):
     for client, percent in zip(tiny_benchmark.clients, rows["harmomoe"]):
         found = measure(model, client.test, client.classes)
         assert found.percent == pytest.approx(percent, abs=0.006)
+    found = summary(measure_all(model, tiny_benchmark))
+    assert list(found.values()) == pytest.approx(rows["harmomoe"], abs=0.006)
+
+
+def test_the_other_router_has_the_same_experts_from_the_same_bundles(finished, tiny_benchmark):
+    (folder, notebook), (_, rows) = finished, table(finished[0])
+    one, other = model_of(folder), model_of(folder, "moments")
+    assert other.settings == ROUTERS["ratios"] and other.experts == DOMAINS
+    assert [part.bundle for part in one.lineage] == [part.bundle for part in other.lineage]
+    found = summary(measure_all(other, tiny_benchmark))
+    assert list(found.values()) == pytest.approx(rows["harmomoe:ratios"], abs=0.006)
+    more = 3 * 4 * 2 * (128 + 1) / 1000
+    said = f"the other router's vectors are {more:.1f} kB of the bundles"
+    assert said in output_of(notebook)
 
 
 def test_settings_are_those_that_were_asked_for(finished):
@@ -184,13 +211,18 @@ def test_every_stage_leaves_a_verified_artefact(finished):
     names = [plain(path.relative_to(folder).as_posix()) for path in artefacts]
     kinds = {name: read_manifest(path)["kind"] for name, path in zip(names, artefacts)}
     rows = "zeroshot", "harmomoe", *(f"matching experts-{name}" for name in DOMAINS)
+    twice = "rows/harmomoe", "server/model", "public/means"
+    twice += tuple(f"clients/{name}/routing" for name in DOMAINS)
     stages = "embeddings", "relevance", "proxies", "expert", "routing", "bundle"
     expected = {f"rows/{name}": name for name in rows}
     expected |= {f"clients/{name}/{kind}": kind for name in DOMAINS for kind in stages}
     expected |= {f"server/received/{i}-{name}": "bundle" for i, name in enumerate(DOMAINS, 1)}
     expected |= {"public/pool": "embeddings", "public/means": "means", "server/model": "model"}
+    expected["public/claim"] = "claim"
     assert kinds == expected
-    assert len(artefacts) == len(expected)  # one version of each
+    # one version of each, or one for each router; the claims of three bundles
+    wanted = {name: 2 if name in twice else 1 for name in expected} | {"public/claim": 3}
+    assert Counter(names) == wanted
     for name in DOMAINS:
         assert set(read_manifest(folder / "clients" / name / "bundle")["files"]) == set(FILES)
 
@@ -207,6 +239,7 @@ def test_notebook_shows_table_proxies_and_routing(finished):
     # relevance, t-SNE, accuracies; six contact sheets; routing of proxies and tests
     assert pictures >= 11
     assert re.search(r"HarmoMoE \d+\.\d\d on average", output_of(notebook))
+    assert re.search(r"public: .* the seed's .*; joint: \d+\.\d\d, [+-]", output_of(notebook))
 
 
 # ---- the next run
@@ -226,28 +259,48 @@ def test_second_run_computes_nothing_and_gives_the_same_table(again, run):
     [
         (
             "finetune.epochs=0, router.top_k=2, router.seed_expert=false, router.shared_lam=true",
-            ["model"],
+            [],
         ),
-        ("router.form=logistic", ["means", *3 * ["routing", "claim"], "model"]),
+        ("router.form=logistic", ["means", *3 * ["routing", "claim"]]),
     ],
     ids=["server", "routing"],
 )
 def test_run_with_another_router_reuses_the_experts(settings, stages, again, run):
-    before, [first] = stamps(again), kept(again / "server", "model")
+    before, first = stamps(again), kept(again / "server", "model")
     built = run(again, settings)
     # a row is kept under all settings, so that every row is measured again
-    rows = ["zeroshot", *(f"matching experts-{name}" for name in DOMAINS), "harmomoe"]
+    rows = ["zeroshot", *(f"matching experts-{name}" for name in DOMAINS)]
+    rows += 2 * ["harmomoe", "model"]  # with either router
     assert sorted(built) == sorted([*stages, *rows])
     after = stamps(again)
     # other versions stand beside those that were there
     before = {path: stamp for path, stamp in before.items() if "received" not in path}
     assert before.items() <= after.items()
-    [other] = set(kept(again / "server", "model")) - {first}
-    model, changes = load_model(other), dict(part.split("=") for part in settings.split(", "))
+    models = [load_model(path) for path in set(kept(again / "server", "model")) - {*first}]
+    changes = dict(part.split("=") for part in settings.split(", "))
+    form = changes.get("router.form", "mean")
+    [model] = [model for model in models if model.settings.form == form]
+    [other] = [model for model in models if model.settings.form != form]
+    assert other.settings == ROUTERS["ratios" if form == "mean" else "paper"]
     for name in ("form", "top_k", "seed_expert", "shared_lam"):
         if f"router.{name}" in changes:
             assert str(getattr(model.settings, name)).lower() == changes[f"router.{name}"]
     assert model.experts == (DOMAINS if "seed_expert" in settings else ["seed", *DOMAINS])
+
+
+def test_the_router_that_is_delivered_is_a_parameter_and_its_model_is_there(again, run):
+    "The preset's router starts from ratios. The paper's was compared with, and is delivered now."
+    plain = SETTINGS.partition(", router.")[0]
+    _, first = run(again, settings=plain, plainly=True), table(again)[1]
+    before = stamps(again)
+    assert run(again, settings=plain, plainly=True, router="paper") != []
+    rows = table(again)[1]
+    assert list(rows)[-2:] == ["harmomoe", "harmomoe:ratios"]
+    assert list(first)[-2:] == ["harmomoe", "harmomoe:paper"]
+    assert rows["harmomoe"] == first["harmomoe:paper"]
+    assert rows["harmomoe:ratios"] == first["harmomoe"]
+    new = {name.split("/")[0] for name in stamps(again).keys() - before.keys()}
+    assert new == {"rows"}  # these are kept under all settings
 
 
 def test_interrupted_run_goes_on_in_the_training_that_was_not_finished(again, run, monkeypatch):
@@ -271,7 +324,7 @@ def test_interrupted_run_goes_on_in_the_training_that_was_not_finished(again, ru
         run(again)
     assert b.exists() and not c.exists()
     steps[:] = [1] * 100
-    assert run(again) == ["expert", "model"]
+    assert run(again) == ["expert", "model"]  # the row with the other router is there
     assert len(steps) == 100 + 3 + 2  # c's second epoch; the server's 29 proxies
     after = stamps(again / "clients")
     new = {plain(path) for path, stamp in after.items() if before.get(path) != stamp}
@@ -308,6 +361,7 @@ def test_unknown_parameter_stops_papermill_with_a_suggestion(tmp_path, monkeypat
     "wrong, said",
     [
         (dict(seed=3), "'seed' is now called 'random_state' .the name seed means the model"),
+        (dict(router="best"), "router is 'best', but must be one of preset, paper, ratios"),
         (dict(settings="expert.epoch=3"), "unknown field 'expert.epoch'. Did you mean 'epochs'"),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""The one thing that leaves a client: an adapter, a vector a layer, a list of public ids, a manifest
+"""The one thing that leaves a client: an adapter, vectors for each layer, public ids, a manifest
 
 Docs: https://harmomoe.github.io/harmomoe/bundle/files.html.md"""
 
@@ -40,7 +40,7 @@ from .manifest import AdapterConfig, Facts, Limits, Manifest
 from ..describe.proxies import ProxySet, check_pool, read_proxy_ids
 from ..describe.public import Public
 from ..describe.routing import FILE as ROUTING
-from ..describe.routing import RoutingVectors
+from ..describe.routing import RoutingVectors, load_routing, save_routing
 from ..models.model import Model
 from ..models.seed import Seed
 from ..moe.context import FORMS
@@ -55,7 +55,7 @@ def write_bundle(
     folder: str | Path,  # the folder to write; it is replaced as a whole
     client: str,  # name of the client, and of its expert
     adapter: str | Path,  # folder that holds `ADAPTER_FILES`
-    routing: RoutingVectors,  # its routing vectors
+    routing: dict[str, RoutingVectors],  # form -> its routing vectors of this form
     proxies: ProxySet,  # the selected public samples
     public: Public,  # what everybody has
     samples: int,  # number of private samples
@@ -63,7 +63,7 @@ def write_bundle(
     **settings,  # what is to be said besides the settings of `public` (JSON values)
 ) -> Path:  # the folder
     """Write what a client sends, atomically: exactly `FILES` and a manifest. Raises `ValueError`
-    for a name that a client cannot have."""
+    for a name that a client cannot have, and as `save_routing`."""
     check_name(client)
     made_from = dict(
         seed=public.seed.identity,
@@ -76,7 +76,7 @@ def write_bundle(
         (partial / ADAPTER).mkdir()
         for name in ADAPTER_FILES:
             shutil.copyfile(Path(adapter, name), partial / name)
-        routing.save(partial)
+        save_routing(routing, partial)
         proxies.send(partial)
         facts = dict(client=client, private_samples=samples, proxies=len(proxies))
         write_manifest(partial, "bundle", made_from, **facts)
@@ -90,7 +90,7 @@ class Bundle:
     client: str  # its name
     factors: dict  # (layer path, linear map) -> (A float32 [r, d_in], B float32 [d_out, r])
     scale: float  # alpha / r, the factor of B A
-    routing: RoutingVectors  # what the router is to know of the domain
+    routing: dict[str, RoutingVectors]  # form -> what such a router is to know of the domain
     ids: np.ndarray  # int64 [m], rows of the pool: the proxies
     manifest: Manifest  # what it says of itself
     folder: Path  # where it lies
@@ -235,19 +235,22 @@ def _read_ids(folder: Path, manifest: Manifest, public: Public) -> np.ndarray:
     return ids
 
 
-def _read_routing(folder: Path, seed: Seed) -> RoutingVectors:
+def _read_routing(folder: Path, seed: Seed) -> dict[str, RoutingVectors]:
     "Vectors and biases for every layer, of a size that logits in float32 survive."
-    routing, file = RoutingVectors.load(folder), folder / ROUTING
-    shape = len(seed.layers), FORMS[routing.form] * seed.width
-    if routing.vectors.shape != shape:
-        raise ValueError(
-            f"{file} must hold vectors {list(shape)}, but is {tuple(routing.vectors.shape)}."
-        )
-    largest = max(part.abs().max().item() for part in (routing.vectors, routing.biases))
-    if largest > LARGEST:
-        raise ValueError(
-            f"{file} has a number of size {largest:.3g}, but at most {LARGEST:.0e} is taken."
-        )
+    routing, file = load_routing(folder), folder / ROUTING
+    for form, one in routing.items():
+        shape = len(seed.layers), FORMS[form] * seed.width
+        if one.vectors.shape != shape:
+            raise ValueError(
+                f"{file} must hold {form}.vectors {list(shape)}, but they are "
+                f"{tuple(one.vectors.shape)}."
+            )
+        largest = max(part.abs().max().item() for part in (one.vectors, one.biases))
+        if largest > LARGEST:
+            raise ValueError(
+                f"{file} has a number of size {largest:.3g} in the form {form!r}, but at most "
+                f"{LARGEST:.0e} is taken."
+            )
     return routing
 
 

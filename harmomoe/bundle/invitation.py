@@ -177,13 +177,20 @@ def check_open(
         )
 
 # %% ../../nbs/bundle/03_invitation.ipynb #78e94169
+@patch(as_prop=True)
+def forms(self: Invitation) -> tuple[str, ...]:
+    "The forms of routing vectors that each client is to send."
+    return self.settings.routing.sent(self.settings.router)
+
+
 @patch
 def admit(
     self: Invitation,
     bundle: Bundle,  # as it was read
 ) -> None:
-    """Raises `ValueError` for a bundle that comes too late, answers another invitation or none, is
-    not signed where keys are listed, or by somebody else."""
+    """Raises `ValueError` for a bundle that comes too late, answers another invitation or none,
+    has routing vectors of more or fewer forms than it asks for, is not signed where keys are
+    listed, or by somebody else."""
     self.check_open()
     answered = bundle.manifest.inputs.invitation
     if answered != self.digest:
@@ -191,6 +198,12 @@ def admit(
         raise ValueError(
             f"{bundle.folder} answers {which}; this one, {self.name!r}, is {self.digest[:12]}. "
             "Pack it for this one."
+        )
+    if (*bundle.routing,) != self.forms:
+        raise ValueError(
+            f"{bundle.folder} has routing vectors of the form {', '.join(bundle.routing)}, but "
+            f"this invitation, {self.name!r}, asks for {', '.join(self.forms)}: send these and no "
+            "others."
         )
     if not self.keys:
         return

@@ -26,7 +26,12 @@ from ..describe.embeddings import cached_embeddings
 from ..describe.proxies import ProxySet, select_proxies
 from ..describe.public import Public
 from ..describe.relevance import Relevance, fine_tuned_classifier, linear_probe
-from ..describe.routing import RoutingVectors, client_routing
+from harmomoe.describe.routing import (
+    RoutingVectors,
+    client_routing,
+    load_routing,
+    save_routing,
+)
 from ..models.training import Checkpoint
 
 # %% ../../nbs/client/01_client.ipynb #20871d6d
@@ -153,23 +158,33 @@ def expert(self: Client) -> Path:
     return keep(self.folder, "expert", inputs, build)
 
 # %% ../../nbs/client/01_client.ipynb #c97c046a
-@patch(as_prop=True)
-def routing(self: Client) -> RoutingVectors:
-    "What the router is to know of this domain."
+@patch
+def routing_of(
+    self: Client,
+    form: str,  # "mean", "logistic" or "moments"
+) -> RoutingVectors:
+    "What a router of this form is to know of this domain."
     public, config, router = self.public, self.public.config, self.public.config.router
     made = read_manifest(self.expert)
     inputs = dict(
         expert=digest([made["inputs"], made["files"]]),
-        form=router.sent_form,
-        settings=asdict(config.routing),
+        form=form,
+        public_samples=config.routing.public_samples,
         random_state=config.random_state,
         prompt=router.context == "prompt",
     )
 
     def build(partial):
-        form, seed = router.sent_form, public.seed
         in_seed = None if form == "mean" else public.means(form)
-        given = load_expert(seed, self.expert), *self.training_data, public.sample, in_seed
-        client_routing(form, seed, *given, router.context).save(partial)
+        given = load_expert(public.seed, self.expert), *self.training_data, public.sample, in_seed
+        found = client_routing(form, public.seed, *given, router.context)
+        save_routing({form: found}, partial)
 
-    return RoutingVectors.load(keep(self.folder, "routing", inputs, build))
+    return load_routing(keep(self.folder, "routing", inputs, build))[form]
+
+
+@patch(as_prop=True)
+def routing(self: Client) -> dict[str, RoutingVectors]:  # form -> the vectors of this form
+    "All that is sent for routers: the form that the router asks for, and others by the settings."
+    config = self.public.config
+    return {form: self.routing_of(form) for form in config.routing.sent(config.router)}

@@ -19,6 +19,7 @@ import yaml
 from ..base.schema import STRICT, one_line, parse
 from ..data.domains import Benchmark
 from ..models.training import Training
+from ..moe.context import FORMS
 from ..moe.router import RouterSettings, Within, check_fields
 
 # %% ../../nbs/config/00_settings.ipynb #8ab80456
@@ -78,18 +79,42 @@ class ExpertSettings(Training):
         if not (self.proxies or self.private):
             raise ValueError("proxies and private are both off: experts have nothing to train on.")
 
-
+# %% ../../nbs/config/00_settings.ipynb #5e0f1b2a
 @dataclass(frozen=True)
 class RoutingSettings:
-    """What routing vectors are computed from. Raises `ValueError` for values of another type or out
-    of range."""
+    """What routing vectors are computed from, and in which forms clients send them. Raises
+    `ValueError` for values of another type or out of range, and for a form that there is not."""
 
     __pydantic_config__ = STRICT
     # public samples that private ones are compared with
     public_samples: Annotated[int, SAMPLES] = 10_000
+    # forms that clients send besides the one that the router asks for, such as "mean" or
+    # "mean+moments": the server can then deliver either router
+    forms: str = ""
 
     def __post_init__(self):
         check_fields(self)
+        names = self.forms.split("+") if self.forms else []
+        if not FORMS.keys() >= {*names} or len({*names}) < len(names):
+            raise ValueError(
+                f"forms is {self.forms!r:.80}, but must be different ones of {', '.join(FORMS)}, "
+                "joined by '+', or empty."
+            )
+
+    def sent(
+        self,
+        router: RouterSettings,
+    ) -> tuple[str, ...]:  # that of the router among them, in the order of `FORMS`
+        """All forms that clients send. Raises `ValueError` for one that does not go with the
+        router's context."""
+        wanted = {router.sent_form, *self.forms.split("+")}
+        found = tuple(form for form in FORMS if form in wanted)
+        if router.context == "prefix" and (odd := [form for form in found if FORMS[form] > 1]):
+            raise ValueError(
+                f"routing.forms is {self.forms!r}, but {odd[0]!r} needs the whole sequence: leave "
+                "it out with context='prefix'."
+            )
+        return found
 
 # %% ../../nbs/config/00_settings.ipynb #8e92f516
 FINETUNE = Training(epochs=5, learning_rate=0.001)
@@ -112,6 +137,7 @@ class Config:
 
     def __post_init__(self):
         check_fields(self)
+        self.routing.sent(self.router)  # forms that go with the router's context
 
 # %% ../../nbs/config/00_settings.ipynb #89e5d944
 _ADAMW = dict(optimizer="adamw", weight_decay=0.0)
@@ -126,7 +152,7 @@ _PRESETS = dict(
     embedded=Config(
         proxies=ProxySettings(candidates=1000, number=150),
         expert=ExpertSettings(batch_size=32, learning_rate=3e-3, **_ADAMW),
-        routing=RoutingSettings(2000),
+        routing=RoutingSettings(2000, forms="mean"),
         router=RouterSettings(top_k=2, seed_expert=False, lam=1.0, form="moments"),
         finetune=Training(epochs=5, batch_size=64, learning_rate=1e-5, **_ADAMW),
     ),

@@ -116,10 +116,9 @@ class NamedClient(AdoptedClient):
         alike = np.ones(len(public.embeddings))
         return select_proxies(public.embeddings, alike, number, method="random", **how)
 
-    @property
-    def routing(self) -> RoutingVectors:
+    def routing_of(self, form: str) -> RoutingVectors:
         "Random numbers, other ones for each name."
-        seed, form = self.public.seed, self.public.config.router.sent_form
+        seed = self.public.seed
         with seeded(self.random_state):
             # as random routers in `merge`
             vectors = 0.02 * torch.randn(len(seed.layers), FORMS[form] * seed.width)

@@ -62,23 +62,26 @@ class Claim:
 def contents_digest(
     bundle: Bundle,  # a bundle, or what was made of one in memory
 ) -> str:  # 64 hexadecimal digits
-    "SHA-256 of all numbers that a bundle brings: factors and scale, routing vectors, proxies."
-    sha = hashlib.sha256(repr(bundle.scale).encode())
+    """SHA-256 of all numbers that a bundle brings: factors and scale, proxies, and routing vectors
+    of all forms."""
+    sha = hashlib.sha256(repr([bundle.scale, sorted(bundle.routing)]).encode())
     pairs = [pair for _, pair in sorted(bundle.factors.items())]
-    ids = torch.tensor(bundle.ids)
-    for tensor in (ids, bundle.routing.vectors, bundle.routing.biases, *sum(pairs, ())):
+    pairs += [(one.vectors, one.biases) for _, one in sorted(bundle.routing.items())]
+    for tensor in (torch.tensor(bundle.ids), *sum(pairs, ())):
         sha.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         sha.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return sha.hexdigest()
 
-
+# %% ../../nbs/server/00_normalise.ipynb #c3a1f58e
 def claim(
-    bundle: Bundle,  # its routing vectors of the form "logistic" or "moments"
+    bundle: Bundle,
     public: Public,  # what everybody has
+    form: str | None = None,  # of its vectors, not "mean"; None: that of the router of `public`
 ) -> Claim:
     """What a bundle claims. Raises `ValueError` if its expert cannot be run: numbers that are not
     finite."""
-    form, seed, reach = bundle.routing.form, public.seed, public.config.router.context
+    form = form or public.config.router.sent_form
+    seed, reach = public.seed, public.config.router.context
     inputs = dict(bundle=contents_digest(bundle), form=form, reach=reach, seed=seed.identity)
     inputs |= dict(public=fingerprint(public.sample))
 
@@ -91,7 +94,7 @@ def claim(
                 "samples. Leave this bundle out."
             ) from None
         given = dict(in_seed=public.means(form), in_expert=own)
-        found = {name: log_mean_ratio(bundle.routing, means) for name, means in given.items()}
+        found = {name: log_mean_ratio(bundle.routing[form], means) for name, means in given.items()}
         return {name: values.tolist() for name, values in found.items()}
 
     place = Path(public.folder, f"claim-{digest(inputs)[:12]}")
@@ -192,22 +195,22 @@ def _routings(
 ) -> tuple[Tensor, Tensor]:
     "Vectors [layers, E, d] and biases [layers, E] of all experts, the seed's own first."
     routings = [public.routing(settings.form)] if settings.seed_expert else []
-    routings += [bundle.routing for bundle in bundles]
+    routings += [bundle.routing[settings.form] for bundle in bundles]
     return tuple(torch.stack([getattr(r, k) for r in routings], 1) for k in ("vectors", "biases"))
 
 # %% ../../nbs/server/00_normalise.ipynb #27b04d1c
-def _corrected(bundle: Bundle, lowered: np.ndarray, factors: np.ndarray) -> Bundle:
+def _corrected(bundle: Bundle, form: str, lowered: np.ndarray, factors: np.ndarray) -> Bundle:
     "The very bundle if there is nothing to correct."
     if not lowered.any() and (factors == 1).all():
         return bundle
-    routing = bundle.routing
+    routing = bundle.routing[form]
     vectors = (routing.vectors.double() * torch.tensor(factors)[:, None]).float()
     biases = (routing.biases.double() - torch.tensor(lowered)).float()
-    return replace(bundle, routing=RoutingVectors(vectors, biases, routing.form))
+    return replace(bundle, routing=bundle.routing | {form: RoutingVectors(vectors, biases, form)})
 
 
 def normalise(
-    bundles: list[Bundle],  # one for each client, of the form that `settings` ask for
+    bundles: list[Bundle],  # one for each client, with the form that `settings` ask for
     public: Public,  # what everybody has
     settings: RouterSettings | None = None,  # None: those of `public`
     # the same bundles, some with other routing vectors; for the form "random" no corrections
@@ -224,9 +227,10 @@ def normalise(
         own = int(settings.seed_expert)
         factors = [*shortened(means, vectors, own).numpy().T[own:]]
     else:
-        claims = [claim(bundle, public) for bundle in bundles]
+        claims = [claim(bundle, public, settings.form) for bundle in bundles]
         claimed, lowered = [one.together.tolist() for one in claims], held_back(claims)
-    done = [_corrected(*given) for given in zip(bundles, lowered, factors)]
+    changes = zip(bundles, lowered, factors)
+    done = [_corrected(bundle, settings.form, *change) for bundle, *change in changes]
     shares = [_first_choices(*given) for given in zip(means, *_routings(done, public, settings))]
     shares = torch.stack(shares, 1).tolist()[settings.seed_expert :]
     names = [bundle.client for bundle in bundles]

@@ -75,8 +75,8 @@ def _chosen(bundle: Bundle, public: Public, most: int) -> np.ndarray:
 class _Judge:
     "Losses of models on the public samples that members chose as proxies."
 
-    def __init__(self, bundles: list[Bundle], public: Public, most: int):
-        seed, pool = public.seed, public.pool
+    def __init__(self, bundles: list[Bundle], public: Public, form: str, most: int):
+        seed, pool, self.form = public.seed, public.pool, form
         self.chosen = {bundle.client: _chosen(bundle, public, most) for bundle in bundles}
         self.rows = np.unique(np.concatenate([*self.chosen.values()]))
         data = labelled(pool.train.select(self.rows))
@@ -89,7 +89,7 @@ class _Judge:
     def _own(self, bundle: Bundle, public: Public) -> Tensor | None:
         "Means of a member's proxies in its expert, None if these are not finite."
         seed, data = public.seed, public.pool.train.select(self.chosen[bundle.client])
-        given = bundle.routing.form, seed, bundle.expert(seed).backbone, data
+        given = self.form, seed, bundle.expert(seed).backbone, data
         try:
             return form_means(*given, public.config.router.context)
         except FloatingPointError:
@@ -97,9 +97,10 @@ class _Judge:
 
     def claimed(self, bundle: Bundle) -> np.ndarray | None:
         "Which of a member's proxies it claims; None if its vectors are no log ratios."
-        if bundle.routing.form == "mean":
+        if self.form == "mean":
             return None
-        given = zip(self.means[bundle.client], bundle.routing.vectors, bundle.routing.biases)
+        own = bundle.routing[self.form]
+        given = zip(self.means[bundle.client], own.vectors, own.biases)
         ratios = torch.stack([z.double() @ e.double() + b.double() for z, e, b in given])
         return (ratios.mean(0) > 0).numpy()
 
@@ -167,7 +168,8 @@ def effects(
 ) -> dict[str, dict[str, Effect]]:  # member -> whose proxies -> what it does there
     """What each member does to the loss on its own proxies and on everybody else's. Raises as
     `merge`."""
-    return _effects(_Judge(bundles, public, most), bundles, public, settings, normalised)
+    form = (settings or public.config.router).sent_form
+    return _effects(_Judge(bundles, public, form, most), bundles, public, settings, normalised)
 
 # %% ../../nbs/server/03_screen.ipynb #3de35f29
 HARM = 0.6  # share of what somebody claims: an interval that begins above it is harm
@@ -215,8 +217,9 @@ def screen(
 ) -> tuple[list[Bundle], list[Verdict]]:  # who is accepted; all verdicts, in the order of `bundles`
     """Refuse whoever cannot be run and whoever harms others, the worst first, until nobody does. A
     member that adds nothing is accepted, and its verdict says so. Raises as `check_bundles`."""
-    check_bundles(bundles, settings or public.config.router)
-    judge = _Judge(bundles, public, most)
+    router = settings or public.config.router
+    check_bundles(bundles, router)
+    judge = _Judge(bundles, public, router.sent_form, most)
     broken = [bundle.client for bundle in bundles if judge.means[bundle.client] is None]
     reason = "its expert gives numbers that are not finite."
     verdicts = {client: Verdict(client, False, reason, None, []) for client in broken}

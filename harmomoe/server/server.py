@@ -240,7 +240,7 @@ def _inputs(server: Server) -> dict:
         classes=public.pool.classes,
         seed=public.seed.identity,
         router=asdict(config.router),
-        routing=asdict(config.routing),
+        public_samples=config.routing.public_samples,
         finetune=asdict(config.finetune),
         random_state=config.random_state,
     )

@@ -25,7 +25,14 @@ from harmomoe.base.artefacts import digest_weights, read_manifest
 from harmomoe.baselines.btx import random_public
 from harmomoe.baselines.comigs import Participant
 from harmomoe.baselines.method import PARTS, AllData, OneShot, Rounds
-from harmomoe.baselines.methods import METHODS, TITLES, TOLD, find_method, method_title
+from harmomoe.baselines.methods import (
+    METHODS,
+    ROUTER_TITLES,
+    TITLES,
+    TOLD,
+    find_method,
+    method_title,
+)
 from harmomoe.bundle.files import Bundle, read_bundle
 from harmomoe.config.settings import changed
 from harmomoe.models.ensemble import Ensemble
@@ -33,6 +40,7 @@ from harmomoe.models.model import load_model
 from harmomoe.models.unified import UnifiedModel
 from harmomoe.models.weights import open_seed
 from harmomoe.server.finetune import proxy_union
+from harmomoe.server.merge import ROUTERS
 from harmomoe.server.server import unify
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")
@@ -67,6 +75,8 @@ def test_every_method_has_a_title_of_its_own_and_ours_is_marked():
     assert [title for title in TITLES.values() if "(ours)" in title] == [method_title("harmomoe")]
     assert method_title("expert:flags") == "Expert for flags"
     assert method_title("harmomoe, paper's router") == "HarmoMoE, paper's router"
+    assert method_title("harmomoe:paper") == "HarmoMoE, paper's router"
+    assert {f"harmomoe:{name}" for name in ROUTERS} == ROUTER_TITLES.keys()
     assert method_title("dispatch") == "dispatch"
 
 

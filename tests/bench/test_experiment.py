@@ -3,6 +3,7 @@ measured."""
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from harmomoe.data.named import PAPER_ACCURACY
 from harmomoe.models.clip import ImageSeed
 from harmomoe.models.decoder import DecoderSeed
 from harmomoe.models.evaluate import measure, measure_all
+from harmomoe.server.merge import choose_router
 
 SETTINGS = (
     "proxies.candidates=40, proxies.number=12, routing.public_samples=40, expert.rank=4, "
@@ -90,6 +92,30 @@ def test_every_stage_can_be_set_and_reading_is_one_of_them():
     assert reading == Reading(train=9, dtype="bfloat16")
     wanted = {"relevance.negatives": 7, "expert.rank": 2, "router.top_k": 3, "finetune.clip": 1}
     assert config == changed(preset("paper"), wanted)
+
+
+@pytest.mark.parametrize("name", ["paper", "embedded", "text"])
+@pytest.mark.parametrize("router", ["preset", "paper", "ratios"])
+def test_a_router_by_name_comes_before_its_fields_and_both_forms_are_sent(name, router):
+    plain, config = (
+        read_config(name, "router.lam=0.25", 0, router=given)[0] for given in (None, router)
+    )
+    wanted = choose_router(preset(name), router).router
+    assert config.router == replace(wanted, lam=0.25)
+    assert config.routing.sent(config.router) == ("mean", "moments")
+    assert plain == changed(preset(name), {"router.lam": 0.25})
+    # nothing else is touched, and a preset that names both forms not at all
+    same = replace(config, router=plain.router, routing=plain.routing)
+    assert same == plain and config.routing.public_samples == plain.routing.public_samples
+    if (name, router) == ("embedded", "preset"):
+        assert config == plain
+
+
+def test_forms_that_are_asked_for_are_sent_beside_those_of_both_routers():
+    config, _ = read_config("paper", "routing.forms=logistic", 0, router="preset")
+    assert config.routing.sent(config.router) == ("mean", "logistic", "moments")
+    config, _ = read_config("embedded", "router.form=logistic", 0, router="preset")
+    assert config.routing.sent(config.router) == ("mean", "logistic")
 
 
 @pytest.mark.parametrize("name", ["mine.yaml", "mine.yml"])
@@ -533,6 +559,7 @@ ODD = dict(
         "no.yaml",
         "reading.dtype=1",
     ],
+    router=[5, True, None, "best", "Paper", ""],
     methods=[5, True, None, "fedavg", "btm,fedavg", "btm;btx"],
     device=[5, True, None, "tpu", "cuda:99", "", "CPU", "cpu:x", "meta"],
     engine=[5, True, None, "", "remote", "processes", "processes:0", "processes:9999", "local:2"],
@@ -567,8 +594,8 @@ def nothing_opened(tmp_path, monkeypatch):
 @pytest.mark.parametrize("notebook", ["run_cv", "run_nlp"])
 @pytest.mark.parametrize("name, value", [(name, v) for name in ODD for v in ODD[name]], ids=str)
 def test_an_odd_parameter_is_one_error_that_names_it(notebook, name, value, nothing_opened):
-    if (notebook, name) == ("run_nlp", "weights"):
-        said = "unknown parameter 'weights'"
+    if notebook == "run_nlp" and name in ("weights", "router"):
+        said = f"unknown parameter '{name}'"
     else:
         said = rf"^(parameter '{name}' is|{name} is|{name}:) "
     with pytest.raises(ValueError, match=said) as caught:

@@ -168,8 +168,11 @@ def breaks_tensors(folder, rng):
             found[other] = found[name].clone()
         else:
             found[name] = odd_tensor(found[name], rng)
-    forms = "mean", "logistic", "moments", "", "a\nb", "x" * 10**4
-    save_file(found, file, metadata=dict(form=rng.choice(("mean", rng.choice(forms)))))
+        if rng.random() < 0.3:  # under another form, which may be there already
+            form = rng.choice(("mean", "logistic", "moments", "random", "", "a\nb", "x" * 10**4))
+            if name in found:
+                found[f"{form}.{name.rpartition('.')[2]}"] = found.pop(name)
+    save_file(found, file)
 
 
 def breaks_header(folder, rng):
@@ -284,7 +287,8 @@ def outcome(folder, public):
         said = str(error)
         assert str(folder) in said and said.isprintable() and len(said) < 1000, said
         return said
-    numbers = [bundle.routing.vectors, *(x for pair in bundle.factors.values() for x in pair)]
+    numbers = [x for pair in bundle.factors.values() for x in pair]
+    numbers += [x for one in bundle.routing.values() for x in (one.vectors, one.biases)]
     assert all(torch.isfinite(x).all() for x in numbers)
     return "read"
 
@@ -304,10 +308,13 @@ def alarm():
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
-def test_every_broken_bundle_is_read_or_refused(batch, tiny_clients, tiny_public, tmp_path, alarm):
+def test_every_broken_bundle_is_read_or_refused(
+    batch, tiny_bundles, tiny_both, tiny_public, tmp_path, alarm
+):
     heard = []
     for number in range(batch, TRIALS, BATCHES):
-        folder = shutil.copytree(tiny_clients / "a" / "bundle", tmp_path / str(number))
+        whole = (tiny_bundles, tiny_both)[number // BATCHES % 2][0]  # of one form, or of two
+        folder = shutil.copytree(whole.folder, tmp_path / str(number))
         break_bundle(folder, number)
         try:
             heard.append(outcome(folder, tiny_public).replace(str(folder), ""))

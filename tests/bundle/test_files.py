@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import kept, socket_at
+from helpers import kept, routing_of, socket_at
 from safetensors.torch import load_file, save_file
 
 from harmomoe.base.artefacts import MANIFEST, write_manifest
@@ -29,7 +29,7 @@ from harmomoe.bundle.manifest import Limits
 from harmomoe.client.expert import load_expert
 from harmomoe.config.settings import changed
 from harmomoe.describe.proxies import ProxySet
-from harmomoe.describe.routing import RoutingVectors
+from harmomoe.describe.routing import load_routing
 from harmomoe.models.clip import ImageSeed
 
 CONFIG_FILE, TENSORS_FILE = ADAPTER_FILES
@@ -172,13 +172,33 @@ def config(**changes):
     return apply
 
 
-def routing(layers=2, width=64, value=0.0, form="mean", dtype=torch.float32, vectors="vectors"):
-    "Other routing vectors."
+def routing(
+    layers=2,
+    width=64,
+    value=0.0,
+    form="mean",
+    dtype=torch.float32,
+    vectors="vectors",
+    beside=False,
+):
+    "Other routing vectors, in place of those that were sent or beside them."
 
     def apply(folder):
-        found = {vectors: torch.full((layers, width), value, dtype=dtype)}
-        found |= dict(biases=torch.zeros(layers))
-        save_file(found, folder / ROUTING, metadata=dict(form=form))
+        found = load_file(folder / ROUTING) if beside else {}
+        found[f"{form}.{vectors}"] = torch.full((layers, width), value, dtype=dtype)
+        found[f"{form}.biases"] = torch.zeros(layers)
+        save_file(found, folder / ROUTING)
+        reseal(folder)
+
+    return apply
+
+
+def added(**more):
+    "Tensors beside the routing vectors; a double underscore stands for a point."
+
+    def apply(folder):
+        more_ = {name.replace("__", "."): tensor for name, tensor in more.items()}
+        save_file(load_file(folder / ROUTING) | more_, folder / ROUTING)
         reseal(folder)
 
     return apply
@@ -382,27 +402,72 @@ ADAPTERS = {
 
 # ---- routing vectors and proxies
 
-HALF = torch.float64
+HALF, NAMES = torch.float64, "must hold 'FORM.vectors' and 'FORM.biases' .* but"
 DESCRIPTIONS = {
-    "no vectors": (routing(vectors="other"), "must hold 'vectors' and 'biases'"),
+    "no vectors": (routing(vectors="other"), f"{NAMES} holds mean.biases, mean.other"),
     "no safetensors": (file(ROUTING, b"nothing"), "is no safetensors file"),
-    "vectors of a deeper model": (routing(layers=3), r"vectors \[2, 64\], but is \(3, 64\)"),
-    "vectors of a wider model": (routing(width=65), r"vectors \[2, 64\], but is \(2, 65\)"),
-    "vectors of no layer": (routing(layers=0), r"vectors \[2, 64\], but is \(0, 64\)"),
+    "vectors of a deeper model": (
+        routing(layers=3),
+        r"(mean|logistic).vectors \[2, 64\], but they are \(3, 64\)",
+    ),
+    "vectors of a wider model": (
+        routing(width=65),
+        r"(mean|logistic).vectors \[2, 64\], but they are \(2, 65\)",
+    ),
+    "vectors of no layer": (
+        routing(layers=0),
+        r"(mean|logistic).vectors \[2, 64\], but they are \(0, 64\)",
+    ),
     "vectors not finite": (routing(value=torch.nan), "must hold finite numbers"),
     "vectors beyond float32": (routing(value=1e300, dtype=HALF), "must hold finite numbers"),
     "vectors with spreads where there are none": (
         routing(width=128, form="logistic"),
-        r"vectors \[2, 64\], but is \(2, 128\)",
+        r"(mean|logistic).vectors \[2, 64\], but they are \(2, 128\)",
     ),
-    "means with spreads": (routing(width=128), r"vectors \[2, 64\], but is \(2, 128\)"),
-    "no spreads": (routing(form="moments"), r"vectors \[2, 128\], but is \(2, 64\)"),
-    "half of the spreads": (routing(width=127, form="moments"), r"but are \(2, 127\)"),
+    "means with spreads": (
+        routing(width=128),
+        r"(mean|logistic).vectors \[2, 64\], but they are \(2, 128\)",
+    ),
+    "no spreads": (routing(form="moments"), r"moments.vectors \[2, 128\], but they are \(2, 64\)"),
+    "half of the spreads": (
+        routing(width=127, form="moments"),
+        r"form 'moments': .*but are \(2, 127\)",
+    ),
     "whole numbers": (routing(dtype=torch.int64), "must hold finite numbers"),
-    "vectors that drown all others": (routing(value=1e30), "number of size 1e.30, but at most 1e"),
-    "form in two lines": (routing(form="a\nb"), "but must be .*mean.* logistic"),
-    "form without end": (routing(form="a" * 10**5), "but must be .*mean.* logistic"),
-    "unknown form": (routing(form="random"), "is 'random', but must be .*mean.* logistic"),
+    "vectors that drown all others": (
+        routing(value=1e30),
+        "number of size 1e.30 in the form 'mean', but at most 1e",
+    ),
+    "form in two lines": (routing(form="a\nb"), f"{NAMES} holds a b.biases, a b.vectors"),
+    "form without end": (routing(form="a" * 10**5), f"{NAMES} holds aaa"),
+    "unknown form": (routing(form="random"), f"{NAMES} holds random.biases, random.vectors"),
+    "no form": (routing(form=""), f"{NAMES} holds .biases, .vectors"),
+    "unknown form beside": (routing(form="random", beside=True), f"{NAMES} holds mean.biases"),
+    "something beside": (added(note=torch.zeros(9)), f"{NAMES} holds mean.biases, mean.vec.*note"),
+    "something of a form beside": (added(mean__more=torch.zeros(9)), f"{NAMES} holds .*mean.more"),
+    "second form without biases": (added(logistic__vectors=torch.zeros(2, 64)), NAMES),
+    "second form without vectors": (added(logistic__biases=torch.zeros(2)), NAMES),
+    "second form of a wider model": (
+        routing(width=130, form="moments", beside=True),
+        r"moments.vectors \[2, 128\], but they are \(2, 130\)",
+    ),
+    "second form of a deeper model": (
+        routing(layers=3, form="logistic", beside=True),
+        r"logistic.vectors \[2, 64\], but they are \(3, 64\)",
+    ),
+    "second form not finite": (
+        routing(value=torch.inf, form="logistic", beside=True),
+        "must hold finite numbers, but its logistic.vectors are not",
+    ),
+    "second form that drowns all others": (
+        routing(value=1e30, form="logistic", beside=True),
+        "number of size 1e.30 in the form 'logistic'",
+    ),
+    "second form with few biases": (
+        added(logistic__vectors=torch.zeros(2, 64), logistic__biases=torch.zeros(3)),
+        r"form 'logistic': .* but are \(2, 64\) and \(3,\)",
+    ),
+    "means with biases": (added(mean__biases=torch.ones(2)), "form 'mean': .* have no biases"),
     "proxies no parquet": (file(PROXIES, b"nothing"), "can't be read as parquet"),
     "proxies cut off": (file(PROXIES, b"PAR1"), "can't be read as parquet"),
     "no proxies": (ids([]), "holds no ids"),
@@ -453,7 +518,8 @@ def test_good_bundle_passes_and_so_does_one_written_anew(sent, tiny_public):
     for apply in (reseal, tensors({}), config(), facts(), inputs(), listed(ROUTING), nothing):
         apply(sent)
         assert read_bundle(sent, tiny_public).client == first.client
-    for apply in (routing(), routing(dtype=torch.float64), routing(value=1e6), config(r=4)):
+    again = routing(), routing(dtype=torch.float64), routing(value=1e6), added(), config(r=4)
+    for apply in (*again, routing(form="logistic", beside=True)):
         apply(sent)
         assert read_bundle(sent, tiny_public).client == first.client
     ids([5, 3, 89])(sent)
@@ -553,7 +619,7 @@ def parts(tiny_clients):
     expert, routing, proxies = (
         kept(tiny_clients / "a", kind)[0] for kind in ("expert", "routing", "proxies")
     )
-    return expert, RoutingVectors.load(routing), ProxySet.load(proxies)
+    return expert, load_routing(routing), ProxySet.load(proxies)
 
 
 def test_writing_repeats_byte_for_byte_and_says_more_if_asked(parts, tiny_public, tmp_path):
@@ -585,9 +651,12 @@ def test_a_name_that_no_server_would_take_is_not_written(name, parts, tiny_publi
 def test_what_cannot_be_sent_leaves_the_bundle_before(parts, sent, tiny_public, tmp_path):
     expert, routing, proxies = parts
     before = {path: path.read_bytes() for path in sent.rglob("*") if path.is_file()}
-    nan = replace(routing, vectors=routing.vectors * torch.nan)
+    own = routing["mean"]
+    nan = dict(mean=replace(own, vectors=own.vectors * torch.nan))
     for given, error in (
         ((expert, nan, proxies), FloatingPointError),
+        ((expert, dict(logistic=own), proxies), ValueError),
+        ((expert, {}, proxies), ValueError),
         ((tmp_path / "nowhere", routing, proxies), FileNotFoundError),
     ):
         with pytest.raises(error):
@@ -614,8 +683,9 @@ def test_bundle_read_is_what_was_sent(tiny_clients, tiny_public, tiny_bundles, t
                 key = f"base_model.model.{layer}.{linear}.lora_{x}.weight"
                 assert torch.equal(factor, stored[key])
         stored = load_file(routing / ROUTING)
-        assert got.routing.form == "mean" and stored.keys() == {"vectors", "biases"}
-        assert all(torch.equal(getattr(got.routing, part), stored[part]) for part in stored)
+        assert list(got.routing) == ["mean"] and stored.keys() == {"mean.vectors", "mean.biases"}
+        for part in ("vectors", "biases"):
+            assert torch.equal(getattr(routing_of(got), part), stored[f"mean.{part}"])
         assert got.ids.dtype == np.int64
         assert got.ids.tolist() == sorted(ProxySet.load(proxies).ids.tolist())
         facts = dict(client=name, private_samples=len(domain.train), proxies=12)
@@ -631,10 +701,25 @@ def test_size_is_that_of_all_that_left_the_client(tiny_bundles):
         assert {name: entry.bytes for name, entry in bundle.manifest.files.items()} == sizes
 
 
+def test_another_form_adds_its_own_tensors_and_nothing_else(tiny):
+    "The upper bound on what it costs: its numbers, and the names of two tensors."
+    for one, both in zip(tiny.moments, tiny.both):
+        assert list(both.routing) == ["mean", "moments"]
+        more = both.routing["mean"].bytes
+        assert more == 4 * 2 * (64 + 1)
+        sizes = [(bundle.folder / ROUTING).stat().st_size for bundle in (one, both)]
+        assert more <= sizes[1] - sizes[0] <= more + 200
+        for name in {*FILES} - {ROUTING}:
+            assert (one.folder / name).read_bytes() == (both.folder / name).read_bytes()
+        stored = [load_file(bundle.folder / ROUTING) for bundle in (one, both)]
+        assert stored[1].keys() - stored[0].keys() == {"mean.vectors", "mean.biases"}
+        assert all(torch.equal(stored[1][name], tensor) for name, tensor in stored[0].items())
+
+
 def test_bundle_is_where_it_is_read_not_where_it_was_written(sent, tiny_public, tiny_bundles):
     found = read_bundle(str(sent), tiny_public)
     assert found.folder == sent and torch.equal(
-        found.routing.vectors, tiny_bundles[0].routing.vectors
+        routing_of(found).vectors, routing_of(tiny_bundles[0]).vectors
     )
 
 

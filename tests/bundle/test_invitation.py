@@ -143,6 +143,31 @@ def test_a_bundle_for_another_invitation_is_not_admitted(tiny, invitation, tmp_p
         invitation.admit(tiny.bundles[0])
 
 
+def test_only_the_forms_that_were_asked_for_are_admitted_and_all_of_them(
+    tiny, invitation, tmp_path
+):
+    def asked(forms):
+        config = changed(tiny.public.config, {"routing.forms": forms})
+        return replace(invitation, deadline=None, settings=config)
+
+    one, both = asked(""), asked("moments")
+    assert (one.forms, both.forms) == (("mean",), ("mean", "moments"))
+    client = Client(tiny.public, tiny.a, tiny.work / "a")
+    routing = tiny.both[0].routing
+    for invited, sent, said in (
+        (one, routing, "form mean, moments, but this invitation, .*, asks for mean: send"),
+        (both, dict(mean=routing["mean"]), "form mean, but this .* asks for mean, moments: send"),
+        (both, dict(moments=routing["moments"]), "form moments, but this .* asks for mean, mom"),
+    ):
+        given = "a", client.expert, sent, client.proxies, tiny.public, 30
+        bundle = read_bundle(write_bundle(tmp_path / "sent", *given, invited.digest), tiny.public)
+        with pytest.raises(ValueError, match=said) as error:
+            invited.admit(bundle)
+        assert str(bundle.folder) in str(error.value)
+    given = "a", client.expert, routing, client.proxies, tiny.public, 30
+    both.admit(read_bundle(write_bundle(tmp_path / "sent", *given, both.digest), tiny.public))
+
+
 def test_nothing_is_admitted_after_the_deadline(tiny, invitation, tmp_path):
     past = replace(invitation, deadline=datetime(2020, 1, 1, tzinfo=timezone.utc))
     with pytest.raises(ValueError, match="ended at 2020-01-01"):

@@ -28,7 +28,7 @@ from harmomoe.describe.relevance import linear_probe
 from harmomoe.describe.routing import layer_means
 from harmomoe.moe.context import FORMS
 
-TENSORS_FILE = ADAPTER_FILES[1]
+TENSORS_FILE, ALL = ADAPTER_FILES[1], (*FORMS, "all")
 RUN = 24  # so many bytes of private data in a row, in any of the renderings below, are a leak
 
 
@@ -156,10 +156,11 @@ def work(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bundles(private, work, tiny_public, tmp_path_factory):
-    "Form of the routing vectors -> the bundle with them, all of one expert."
+    "Form of the routing vectors, or `all` -> the bundle with them, all of one expert."
     found = {}
-    for form in FORMS:
-        public = tiny_public.with_config(changed(tiny_public.config, {"router.form": form}))
+    for form in ALL:
+        changes = {"routing.forms": "+".join(FORMS)} if form == "all" else {"router.form": form}
+        public = tiny_public.with_config(changed(tiny_public.config, changes))
         found[form] = Client(public, private, work).bundle(tmp_path_factory.mktemp("sent") / form)
     return found
 
@@ -186,7 +187,7 @@ def test_a_bundle_is_exactly_four_files_and_their_manifest(bundles):
         assert not any(path.is_symlink() for path in bundle.rglob("*"))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL)
 def test_nothing_private_is_in_the_bundle(form, bundles, secrets):
     data, texts, _ = secrets
     assert len(data) > 100_000 and len(texts) > 100
@@ -200,22 +201,26 @@ def test_routing_vectors_sum_up_all_samples_and_repeat_none(bundles, private, ti
         for row in values.flatten(0, 1):
             data |= runs(row.numpy().tobytes())
     found = {form: leaks(bundle, data, []) for form, bundle in bundles.items()}
-    assert found == dict.fromkeys(FORMS, set())
+    assert found == dict.fromkeys(ALL, set())
     # those of a single sample would be found
     for name, part in (("mean", values[:, 0, :64]), ("spread", values[:, 0, 64:])):
         one = shutil.copytree(bundles["moments"], tmp_path / name)
-        save_file(dict(vectors=part.contiguous()), one / ROUTING)
+        save_file({"moments.vectors": part.contiguous()}, one / ROUTING)
         assert leaks(one, data, []) == {(ROUTING, "data")}
 
 
 @pytest.mark.parametrize("form, width", [("mean", 64), ("logistic", 64), ("moments", 128)])
-def test_routing_file_holds_a_vector_and_a_number_a_layer_and_the_form(form, width, bundles):
+def test_routing_file_holds_a_vector_and_a_number_a_layer_under_the_form(form, width, bundles):
     with safe_open(bundles[form] / ROUTING, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
-        assert file.metadata() == dict(form=form)
+        assert not file.metadata()
     found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    assert found == dict(vectors=((2, width), torch.float32), biases=((2,), torch.float32))
-    assert tensors["biases"].any() == (form != "mean")
+    vectors, biases = f"{form}.vectors", f"{form}.biases"
+    assert found == {vectors: ((2, width), torch.float32), biases: ((2,), torch.float32)}
+    assert tensors[biases].any() == (form != "mean")
+    every = load_file(bundles["all"] / ROUTING)
+    assert all(torch.equal(every[name], tensor) for name, tensor in tensors.items())
+    assert {name.partition(".")[0] for name in every} == {*FORMS}
 
 
 def test_proxies_are_ids_alone_in_ascending_order(bundle, proxies, tiny_public):
@@ -260,7 +265,7 @@ def test_names_of_tensors_and_fields_are_the_known_ones(bundle, private, tiny_se
     linears = [f"{layer}.{linear}" for layer in tiny_seed.layers for linear in ("c_fc", "c_proj")]
     names = {f"base_model.model.{name}.lora_{x}.weight" for name in linears for x in "AB"}
     assert load_file(bundle / TENSORS_FILE).keys() == names
-    assert load_file(bundle / ROUTING).keys() == {"vectors", "biases"}
+    assert load_file(bundle / ROUTING).keys() == {"mean.vectors", "mean.biases"}
 
 
 def test_settings_in_the_manifest_are_those_of_everybody(bundle, tiny_public):

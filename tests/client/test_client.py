@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from helpers import kept, stamps
+from helpers import kept, routing_of, stamps
 
 from harmomoe.base.artefacts import MANIFEST, read_manifest, stages_run
 from harmomoe.bundle.files import ADAPTER_FILES, FILES, PROXIES, read_bundle
@@ -17,7 +17,7 @@ from harmomoe.client.client import Client
 from harmomoe.config.settings import changed
 from harmomoe.describe.relevance import linear_probe
 from harmomoe.describe.routing import FILE as ROUTING
-from harmomoe.describe.routing import RoutingVectors
+from harmomoe.describe.routing import load_routing
 from harmomoe.models.training import Checkpoint
 from harmomoe.moe.context import FORMS
 
@@ -124,12 +124,12 @@ def test_clients_draw_independently_of_each_other_and_alike_every_time(tiny, tmp
 def test_bundles_hold_the_form_that_was_asked_for(form, tiny):
     width = 64 * FORMS[form]
     for plain, other in zip(tiny.bundles, tiny.sent[form]):
-        assert other.routing.form == form and other.routing.vectors.shape == (2, width)
-        assert plain.routing.form == "mean" and not plain.routing.biases.any()
+        assert routing_of(other).form == form and routing_of(other).vectors.shape == (2, width)
+        assert routing_of(plain).form == "mean" and not routing_of(plain).biases.any()
         if form != "mean":
-            assert other.routing.biases.all()
-            for part in other.routing.vectors.split(64, 1):
-                assert part.any() and not torch.allclose(plain.routing.vectors, part, atol=1e-5)
+            assert routing_of(other).biases.all()
+            for part in routing_of(other).vectors.split(64, 1):
+                assert part.any() and not torch.allclose(routing_of(plain).vectors, part, atol=1e-5)
         pairs = zip(plain.factors.values(), other.factors.values())  # of one expert
         assert all(torch.equal(one, two) for pair in pairs for one, two in zip(*pair))
 
@@ -328,7 +328,7 @@ def test_routing_is_computed_again_when_private_data_change_that_left_no_trace_i
             same_files(sent[0], folder, ADAPTER_FILES)
             fresh = client_of(tiny, tmp_path / f"fresh-{index}", changes, domain).bundle()
             same_files(folder, fresh, (ROUTING,))
-        vectors = [RoutingVectors.load(folder).vectors for folder in sent]
+        vectors = [load_routing(folder)[form].vectors for folder in sent]
         for one, other in ((0, 1), (0, 2), (1, 2)):
             assert not torch.equal(vectors[one], vectors[other])
 
@@ -347,7 +347,7 @@ def test_routing_is_computed_again_when_the_pool_changes_that_the_expert_did_not
         full, less, fresh = sent(tiny.pool, "kept"), sent(smaller, "kept"), sent(smaller, "fresh")
         same_files(full, less, ADAPTER_FILES)
         same_files(less, fresh, FILES)
-        vectors = [RoutingVectors.load(folder).vectors for folder in (full, less)]
+        vectors = [load_routing(folder)[form].vectors for folder in (full, less)]
         assert not torch.equal(*vectors)
     assert len(kept(tmp_path / "kept", "routing")) == 2 * len(RATIOS)
 
@@ -364,20 +364,39 @@ def test_another_form_of_routing_keeps_the_expert_and_changes_what_is_sent(
     with stages_run() as ran:
         sent = read_bundle(client(changes), tiny.public)
     assert ran == ["routing"]
-    assert same_routing(sent.routing, tiny.sent[form][0].routing)
+    assert same_routing(routing_of(sent), routing_of(tiny.sent[form][0]))
     assert sent.manifest.inputs.settings["router"]["form"] == form
     after = stamps(folder)
     assert before.items() <= after.items()
     assert (sent.folder / ADAPTER_FILES[1]).read_bytes() == adapter
     [new] = after.keys() - before.keys()
     assert new.startswith("routing-")
-    assert same_routing(RoutingVectors.load(folder / new), sent.routing)
+    assert same_routing(load_routing(folder / new)[form], routing_of(sent))
     with stages_run() as ran:
         client(changes)
         for back in ({}, {"router.form": "random"}):
-            found = read_bundle(client(back), tiny.public).routing
-            assert same_routing(found, tiny.bundles[0].routing)
+            found = routing_of(read_bundle(client(back), tiny.public))
+            assert same_routing(found, routing_of(tiny.bundles[0]))
     assert ran == [] and stamps(folder) == after
+
+
+def test_a_second_form_is_one_stage_more_and_trains_no_expert_again(client, tiny, tmp_path):
+    folder, both = tmp_path / "a", {"routing.forms": "moments"}
+    before, adapter = stamps(folder), (folder / "bundle" / ADAPTER_FILES[1]).read_bytes()
+    with stages_run() as ran:
+        sent = read_bundle(client(both), tiny.public)
+    assert ran == ["routing"] and before.items() <= stamps(folder).items()
+    assert (sent.folder / ADAPTER_FILES[1]).read_bytes() == adapter
+    assert list(sent.routing) == ["mean", "moments"]
+    for form, one in sent.routing.items():
+        assert same_routing(one, routing_of(tiny.sent[form][0]))
+    with stages_run() as ran:
+        others = {"router.form": "moments"}, {"router.form": "moments", "routing.forms": "mean"}
+        assert list(read_bundle(client(others[0]), tiny.public).routing) == ["moments"]
+        again = read_bundle(client(others[1]), tiny.public)
+        assert list(read_bundle(client(), tiny.public).routing) == ["mean"]
+    assert ran == [] and again.routing.keys() == sent.routing.keys()
+    assert len(kept(folder, "routing")) == 2
 
 
 @each_ratio
@@ -386,14 +405,14 @@ def test_density_ratios_follow_the_public_samples_and_a_damaged_file_is_made_aga
 ):
     folder, changes = tmp_path / "a", {"router.form": form}
     [mean] = kept(folder, "routing")
-    first = read_bundle(client(changes), tiny.public).routing
+    first = routing_of(read_bundle(client(changes), tiny.public))
     [ratio] = set(kept(folder, "routing")) - {mean}
     (ratio / ROUTING).write_bytes(b"cut off")
-    assert same_routing(read_bundle(client(changes), tiny.public).routing, first)
+    assert same_routing(routing_of(read_bundle(client(changes), tiny.public)), first)
     assert set(kept(folder, "routing")) == {mean, ratio}
-    assert same_routing(RoutingVectors.load(ratio), first)
+    assert same_routing(load_routing(ratio)[form], first)
     fewer = client(changes | {"routing.public_samples": 30})
-    assert not same_routing(read_bundle(fewer, tiny.public).routing, first)
+    assert not same_routing(routing_of(read_bundle(fewer, tiny.public)), first)
     assert len(kept(folder, "routing")) == 3
 
 
@@ -407,7 +426,7 @@ def test_clients_of_one_machine_share_what_is_public_and_send_the_same(tiny, tmp
             given = tmp_path / domain.name, {"router.form": "moments"}, domain
             client = client_of(tiny, *given, folder=tmp_path / "public")
             found = read_bundle(client.bundle(), client.public)
-            assert same_routing(found.routing, alone.routing)
+            assert same_routing(routing_of(found), routing_of(alone))
     assert ran == ["embeddings-shard", "embeddings", "proxies", "means", "routing"] + [
         "proxies",
         "routing",

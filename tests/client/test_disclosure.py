@@ -5,7 +5,8 @@ import pytest
 
 from harmomoe.base.artefacts import MANIFEST
 from harmomoe.bundle.files import FILES
-from harmomoe.client.disclosure import disclose
+from harmomoe.client.disclosure import NUMBERS, disclose
+from harmomoe.moe.context import FORMS
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,17 @@ def test_numbers_in_the_report_are_those_of_the_files(report, tiny):
     factors = sum(a.numel() + b.numel() for a, b in tiny.bundles[0].factors.values())
     assert f"{factors:,} numbers, trained on 30 private samples" == told[FILES[1]]
     assert told["proxies.parquet"].startswith("12 row numbers")
+
+
+def test_each_form_of_routing_vectors_is_said_to_be_private(report, tiny):
+    one, both = report, disclose(tiny.both[0].folder, tiny.public)
+    told = [r.files()["made from private data"]["routing_vectors.safetensors"] for r in (one, both)]
+    assert told[0] == "2 x 65 numbers (mean: the domain's means), computed from 30 private samples"
+    first, second = told[1].split(" and ", 1)
+    assert first == "2 x 65 numbers (mean: the domain's means)"
+    assert second.startswith("2 x 129 numbers (moments: a classifier of private against public")
+    assert second.endswith(", computed from 30 private samples")
+    assert NUMBERS.keys() == FORMS.keys()
 
 
 def test_classes_are_those_of_the_proxies(report, tiny):

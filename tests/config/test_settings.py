@@ -105,12 +105,39 @@ def test_settings_are_never_changed_in_place():
             setattr(settings, fields(settings)[0].name, 1)
 
 
+def test_clients_send_the_routers_form_and_those_that_are_named_in_one_order():
+    router = RouterSettings(form="moments")
+    for forms, sent in (
+        ("", ("moments",)),
+        ("moments", ("moments",)),
+        ("mean", ("mean", "moments")),
+        ("moments+logistic+mean", ("mean", "logistic", "moments")),
+    ):
+        assert RoutingSettings(forms=forms).sent(router) == sent
+    assert RoutingSettings().sent(RouterSettings(form="random")) == ("mean",)
+    assert changed(Config(), read_settings("routing.forms=mean+moments")).routing.forms
+
+
+@pytest.mark.parametrize("forms", ["random", "mean+mean", "mean+", "+", "mean logistic", " mean"])
+def test_a_form_that_there_is_not_cannot_be_sent(forms):
+    said = refused(lambda: RoutingSettings(forms=forms), "forms is ")
+    assert "must be different ones of mean, logistic, moments" in said
+    refused(lambda: changed(Config(), {"routing.forms": forms}), "settings: routing.forms is ")
+
+
+def test_a_form_that_does_not_go_with_the_context_cannot_be_sent():
+    changes = {"router.context": "prefix", "router.form": "logistic", "routing.forms": "mean"}
+    assert changed(Config(), changes).routing.forms == "mean"
+    with pytest.raises(ValueError, match="'moments' needs the whole sequence"):
+        changed(Config(), changes | {"routing.forms": "mean+moments"})
+
+
 # ---- types and ranges, of every field
 
 FIELDS = annotations(Config)
 BESIDE = {ProxySettings: dict(candidates=10**9, number=1)}  # what allows all of a field's range
 TYPED_FOR = {
-    name: [text for text in TYPED if text not in ("", "{}") or not is_dataclass(hint)]
+    name: [t for t in TYPED if t not in ("", "{}") or not (hint is str or is_dataclass(hint))]
     for name, (_, _, hint) in FIELDS.items()
 }
 

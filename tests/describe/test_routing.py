@@ -19,8 +19,10 @@ from harmomoe.describe.routing import (
     client_routing,
     form_means,
     layer_means,
+    load_routing,
     logistic_routing,
     mean_routing,
+    save_routing,
     seed_routing,
 )
 from harmomoe.moe.context import FORMS
@@ -319,10 +321,32 @@ def test_density_ratio_needs_samples_of_both_kinds(n, public):
 def test_routing_vectors_come_back_as_they_were_saved(form, tmp_path):
     biases = torch.zeros(2) if form == "mean" else normal(2, random_state=1)
     routing = RoutingVectors(normal(64, 2).T, biases, form)  # a view, not contiguous
-    routing.save(tmp_path)
+    save_routing({form: routing}, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
-    assert load_file(tmp_path / FILE).keys() == {"vectors", "biases"}
-    assert same(RoutingVectors.load(tmp_path), routing)
+    assert load_file(tmp_path / FILE).keys() == {f"{form}.vectors", f"{form}.biases"}
+    found = load_routing(tmp_path)
+    assert list(found) == [form] and same(found[form], routing)
+
+
+def test_forms_come_back_in_their_order_whatever_it_was_before(tmp_path):
+    mean, ratio = mean_routing(normal(2, 9, 4)), logistic_routing(normal(2, 9, 4), normal(2, 9, 4))
+    assert ratio.bytes == mean.bytes == 4 * (2 * 4 + 2)
+    content = []
+    for given in (dict(logistic=ratio, mean=mean), dict(mean=mean, logistic=ratio)):
+        save_routing(given, tmp_path)
+        content.append((tmp_path / FILE).read_bytes())
+        found = load_routing(tmp_path)
+        assert list(found) == ["mean", "logistic"]
+        assert same(found["mean"], mean) and same(found["logistic"], ratio)
+    assert content[0] == content[1]
+
+
+@pytest.mark.parametrize("form", [None, "logistic", "random"])
+def test_vectors_under_another_form_than_their_own_or_none_are_not_saved(form, tmp_path):
+    routing = {} if form is None else {form: mean_routing(normal(2, 9, 4))}
+    with pytest.raises(ValueError, match="must be given by their forms, but are"):
+        save_routing(routing, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -332,44 +356,51 @@ def test_routing_vectors_come_back_as_they_were_saved(form, tmp_path):
 )
 def test_routing_vectors_that_are_not_finite_are_not_saved(wrong, tmp_path):
     parts = dict(vectors=torch.zeros(2, 4), biases=torch.zeros(2)) | wrong
-    said = f"{min(wrong)} of the routing vectors is not finite"
+    said = f"logistic.{min(wrong)} of the routing vectors is not finite"
     with pytest.raises(FloatingPointError, match=said):
-        RoutingVectors(**parts, form="logistic").save(tmp_path)
+        save_routing(dict(logistic=RoutingVectors(**parts, form="logistic")), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 FINITE, SHAPES = "must hold finite numbers", r"must be \[layers, d\] and \[layers\], but are "
-BOTH, FORM = "must hold 'vectors' and 'biases'", "must be one of mean, logistic, moments"
+BOTH, FORM = (
+    "must hold 'FORM.vectors' and 'FORM.biases' .*",
+    "must be one of mean, logistic, moments",
+)
 # what is wrong -> the tensors that differ, the form, and what is said
 REFUSED = {
-    "no vectors": (dict(vectors=None), "mean", f"{BOTH}, but holds biases."),
-    "no biases": (dict(biases=None), "mean", f"{BOTH}, but holds vectors."),
+    "no vectors": (dict(vectors=None), "mean", f"{BOTH}, but holds mean.biases."),
+    "no biases": (dict(biases=None), "mean", f"{BOTH}, but holds mean.vectors."),
     "nothing": (dict(biases=None, vectors=None), "mean", f"{BOTH}, but holds nothing."),
-    "more": (dict(more=torch.zeros(2)), "mean", f"{BOTH}, but holds biases, more, vectors."),
-    "NaN": (dict(vectors=torch.full((2, 4), torch.nan)), "mean", f"{FINITE}, but its vectors"),
+    "more": (
+        dict(more=torch.zeros(2)),
+        "mean",
+        f"{BOTH}, but holds mean.biases, mean.more, mean.v",
+    ),
+    "NaN": (dict(vectors=torch.full((2, 4), torch.nan)), "mean", f"{FINITE}, but its mean.vectors"),
     "infinity": (
         dict(biases=torch.tensor([0, torch.inf])),
         "logistic",
-        f"{FINITE}, but its biases",
+        f"{FINITE}, but its logistic.biases",
     ),
-    "integers": (dict(vectors=torch.ones(2, 4).long()), "mean", f"{FINITE}, but its vectors"),
+    "integers": (dict(vectors=torch.ones(2, 4).long()), "mean", f"{FINITE}, but its mean.vectors"),
     "one dimension": (dict(vectors=torch.zeros(2)), "mean", SHAPES + r"\(2,\) and \(2,\)"),
     "three": (dict(vectors=torch.zeros(2, 4, 1)), "mean", SHAPES + r"\(2, 4, 1\) and \(2,\)"),
     "few biases": (dict(biases=torch.zeros(1)), "logistic", SHAPES + r"\(2, 4\) and \(1,\)"),
     "many": (dict(biases=torch.zeros(2, 4)), "logistic", SHAPES + r"\(2, 4\) and \(2, 4\)"),
     "odd width": (dict(vectors=torch.zeros(2, 5)), "moments", r"but are \(2, 5\) and \(2,\)"),
-    "unknown form": (dict(), "random", f"is 'random', but {FORM}"),
+    "unknown form": (dict(), "random", f"{BOTH}, but holds random.biases, random.vectors"),
     "biases of a mean": (dict(biases=torch.ones(2)), "mean", "have no biases"),
-    "no form": (dict(), None, f"is None, but {FORM}"),
+    "no form": (dict(), "", f"{BOTH}, but holds .biases, .vectors"),
     "beyond float32": (
         dict(vectors=torch.full((2, 4), 1e300, dtype=torch.float64)),
         "mean",
-        f"{FINITE}, but its vectors",
+        f"{FINITE}, but its mean.vectors",
     ),
     "a type of four bits": (
         dict(vectors=torch.ones(2, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)),
         "mean",
-        f"{FINITE}, but its vectors",
+        f"{FINITE}, but its mean.vectors",
     ),
 }
 
@@ -378,10 +409,10 @@ REFUSED = {
 def test_file_of_other_routing_vectors_is_refused_saying_where_and_why(what, tmp_path):
     changes, form, said = REFUSED[what]
     tensors = dict(vectors=torch.zeros(2, 4), biases=torch.zeros(2)) | changes
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(tensors, tmp_path / FILE, metadata=None if form is None else dict(form=form))
+    tensors = {f"{form}.{name}": tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(tensors, tmp_path / FILE)
     with pytest.raises(ValueError, match=said) as caught:
-        RoutingVectors.load(tmp_path)
+        load_routing(tmp_path)
     assert str(tmp_path / FILE) in str(caught.value)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from exchange.small_decoders import logits, merged, moved
-from helpers import stamps
+from helpers import routing_of, stamps
 
 from harmomoe.base.artefacts import stages_run
 from harmomoe.bundle.files import read_bundle
@@ -119,9 +119,9 @@ def test_what_was_done_is_not_done_again_and_other_data_need_other_vectors(tiny,
     with stages_run() as ran:
         second = read_bundle(adopt(expert, fewer, tiny.public, folder), tiny.public)
     assert "routing" in ran and "proxies" in ran
-    assert not torch.equal(first.routing.vectors, second.routing.vectors)
+    assert not torch.equal(routing_of(first).vectors, routing_of(second).vectors)
     fresh = read_bundle(adopt(expert, fewer, tiny.public, tmp_path / "fresh"), tiny.public)
-    assert torch.equal(second.routing.vectors, fresh.routing.vectors)
+    assert torch.equal(routing_of(second).vectors, routing_of(fresh).vectors)
 
 
 @pytest.mark.parametrize("form", ["logistic", "moments"])
@@ -129,18 +129,18 @@ def test_density_ratios_are_those_that_a_client_computes(tiny, own, form, tmp_pa
     "Proxies, which an adopted expert has not seen, have no part in these forms."
     public = tiny.public.with_config(changed(tiny.settings, {"router.form": form}))
     bundle = read_bundle(adopt(own[1], tiny.a, public, tmp_path / "a"), public)
-    theirs = tiny.sent[form][0].routing
-    assert torch.allclose(bundle.routing.vectors, theirs.vectors, atol=1e-4)
-    assert torch.allclose(bundle.routing.biases, theirs.biases, atol=1e-4)
+    theirs = routing_of(tiny.sent[form][0])
+    assert torch.allclose(routing_of(bundle).vectors, theirs.vectors, atol=1e-4)
+    assert torch.allclose(routing_of(bundle).biases, theirs.biases, atol=1e-4)
 
 
 def test_means_are_those_of_private_samples_alone(tiny, own, tmp_path):
     sent, expert = own
-    found = read_bundle(adopt(expert, tiny.a, tiny.public, tmp_path / "a"), tiny.public).routing
+    found = routing_of(read_bundle(adopt(expert, tiny.a, tiny.public, tmp_path / "a"), tiny.public))
     backbone = load_expert(tiny.seed, sent.folder)
     alone = client_routing("mean", tiny.seed, backbone, tiny.a.train)
     assert torch.allclose(found.vectors, alone.vectors, atol=1e-5)
-    assert not torch.allclose(found.vectors, sent.routing.vectors, atol=1e-3)
+    assert not torch.allclose(found.vectors, routing_of(sent).vectors, atol=1e-3)
 
 
 @pytest.mark.parametrize("form", ["mean", "logistic", "moments", "random"])
@@ -149,13 +149,13 @@ def test_a_name_alone_gives_random_vectors_and_proxies(tiny, own, tmp_path, form
     named = [("cats", "1"), ("cats", "2"), ("dogs", "3")]
     folders = [adopt(own[1], name, public, tmp_path / where) for name, where in named]
     made = [read_bundle(folder, public) for folder in folders]
-    routing, facts = made[0].routing, made[0].manifest.facts
+    routing, facts = routing_of(made[0]), made[0].manifest.facts
     assert routing.form == ("mean" if form == "random" else form) and not routing.biases.any()
     assert (facts.client, facts.private_samples, facts.proxies) == ("cats", 0, 12)
-    assert torch.equal(routing.vectors, made[1].routing.vectors)
+    assert torch.equal(routing.vectors, routing_of(made[1]).vectors)
     first, second, other = (bundle.ids.tolist() for bundle in made)
     assert first == second != other and len(first) == 12
-    assert not torch.equal(routing.vectors, made[2].routing.vectors)
+    assert not torch.equal(routing.vectors, routing_of(made[2]).vectors)
     assert 0.01 < routing.vectors.std() < 0.03
 
 
@@ -182,7 +182,7 @@ def test_example_prompts_stand_for_data(seed, foreign, text_public, tmp_path):
     domain = example_domain("law", [f"Is clause {n} void?" for n in range(12)])
     assert len(domain.train) == 12 and not len(domain.test) and domain.train[0]["answer"] == ""
     bundle = read_bundle(adopt(expert, domain, text_public, tmp_path / "law"), text_public)
-    assert bundle.routing.form == "logistic" and bundle.routing.biases.all()
+    assert routing_of(bundle).form == "logistic" and routing_of(bundle).biases.all()
     assert len(bundle.ids) == 6 and bundle.manifest.facts.private_samples == 12
     few = example_domain("few", ["Is it?"])
     with pytest.raises(ValueError, match="at least 10 private"):

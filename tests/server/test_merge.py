@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import routing_of
 from networks import close, embed, same, weights
 
 from harmomoe.bundle.files import read_bundle
@@ -11,7 +12,13 @@ from harmomoe.client.client import Client
 from harmomoe.config.settings import changed
 from harmomoe.moe.context import FORMS
 from harmomoe.moe.router import RouterSettings
-from harmomoe.server.merge import merge
+from harmomoe.server.merge import (
+    ROUTERS,
+    choose_router,
+    merge,
+    other_router,
+    server_settings,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")
 INSIDE = "router.vectors", "router.lam", "a.c_fc", "a.c_proj", "b.c_fc", "b.c_proj"
@@ -34,12 +41,12 @@ def test_model_holds_what_was_sent_and_nothing_else_of_the_clients(
             a, b = zip(*(bundle.factors[path, linear] for bundle in bundles))
             assert torch.equal(layer.a[linear], torch.cat(a))
             assert torch.equal(layer.b[linear], torch.cat(b, 1).T)
-        sent = torch.stack([bundle.routing.vectors[index] for bundle in bundles])
+        sent = torch.stack([routing_of(bundle).vectors[index] for bundle in bundles])
         assert torch.equal(layer.router.vectors[seed_expert:], sent)
         if form == "mean":
             assert layer.router.biases is None
         else:
-            sent = torch.stack([bundle.routing.biases[index] for bundle in bundles])
+            sent = torch.stack([routing_of(bundle).biases[index] for bundle in bundles])
             assert torch.equal(layer.router.biases[seed_expert:], sent)
 
 
@@ -67,7 +74,7 @@ def test_routing_vectors_start_from_means_or_at_random_by_the_random_state(merge
         layers = merge_with(**settings).layers
         return torch.stack([layer.router.vectors.detach() for layer in layers])
 
-    routings = tiny.public.routing("mean"), *(bundle.routing for bundle in tiny.bundles)
+    routings = tiny.public.routing("mean"), *(routing_of(bundle) for bundle in tiny.bundles)
     means = torch.stack([routing.vectors for routing in routings], 1)
     assert torch.equal(start(), means)
     # the seed's own are those of a random public sample
@@ -96,6 +103,71 @@ def test_experts_of_different_ranks_and_scales_keep_their_own(tiny, merge_with, 
     for bundle in (small, tiny.bundles[1]):
         with model.only(bundle.client):
             assert close(embed(model, data), embed(bundle.expert(tiny.seed), data))
+
+
+# ---- two forms of one expert
+
+
+@pytest.mark.parametrize("form", ["mean", "moments"])
+@pytest.mark.parametrize("seed_expert", [True, False], ids=["with the seed", "without"])
+def test_of_two_forms_each_makes_the_model_that_it_would_make_alone(
+    form, seed_expert, merge_with, tiny
+):
+    assert all(list(bundle.routing) == ["mean", "moments"] for bundle in tiny.both)
+    how = dict(form=form, seed_expert=seed_expert, top_k=2)
+    one, both = merge_with(tiny.sent[form], **how), merge_with(tiny.both, **how)
+    assert one.experts == both.experts and one.settings == both.settings
+    assert same(one.backbone, both.backbone)
+    mixed = merge_with([tiny.sent[form][0], *tiny.both[1:]], **how)
+    assert same(one.backbone, mixed.backbone)
+
+
+def test_a_router_has_a_name_or_stays(tiny):
+    config = changed(tiny.settings, {"router.top_k": 3, "router.context": "prompt"})
+    assert choose_router(config, "preset") is config
+    for name, settings in ROUTERS.items():
+        found = choose_router(config, name)
+        assert found.router == replace(settings, context="prompt")
+        assert replace(found, router=config.router) == config
+    assert ROUTERS["paper"] == RouterSettings() and ROUTERS["ratios"].form != "mean"
+    for name in ("best", "", "Paper"):
+        with pytest.raises(ValueError, match=f"router is {name!r}, but must be one of preset, pap"):
+            choose_router(config, name)
+    for form, other in (("mean", "ratios"), ("random", "ratios"), ("moments", "paper")):
+        assert other_router(RouterSettings(form=form)) == other
+
+
+def test_a_server_changes_its_own_settings_and_no_others(tiny):
+    asked = changed(tiny.settings, {"routing.forms": "moments", "random_state": 3})
+    found = server_settings(asked, "paper", "router.lam=0.5, finetune.epochs=7")
+    assert (found.router, found.finetune.epochs) == (RouterSettings(lam=0.5), 7)
+    assert replace(found, router=asked.router, finetune=asked.finetune) == asked
+    assert server_settings(asked) == asked
+    assert server_settings(asked, settings="router.form=moments").router.form == "moments"
+    assert server_settings(asked, settings="router.form=random").router.form == "random"
+
+
+@pytest.mark.parametrize(
+    "router, settings, said",
+    [
+        ("preset", "expert.rank=2", "expert went into the bundles and cannot be changed"),
+        ("preset", "routing.public_samples=9", "routing went into the bundles"),
+        ("paper", "routing.forms=moments", "routing went into the bundles"),
+        ("paper", "random_state=9", "random_state went into the bundles"),
+        ("preset", "router.context=prompt", "router.context went into the bundles"),
+        (
+            "preset",
+            "router.form=logistic",
+            "is 'logistic', but clients were asked for mean: choose",
+        ),
+        ("ratios", "", "but clients were asked for mean: choose one of these"),
+        ("best", "", "router is 'best', but must be"),
+        ("paper", "router.topk=1", "unknown field 'router.topk'"),
+    ],
+)
+def test_what_went_into_the_bundles_cannot_be_changed_by_the_server(router, settings, said, tiny):
+    with pytest.raises(ValueError, match=said):
+        server_settings(tiny.settings, router, settings)
 
 
 # ---- in what order
@@ -141,9 +213,16 @@ def test_routing_vectors_of_another_form_are_refused_and_named(form, sent, tiny,
     if form == sent:
         assert merge_with(bundles, form=form).settings.form == form
         return
-    said = f"of c have the form {sent!r}, but the router's form is {form!r}"
+    said = f"c sent routing vectors of the form {sent}, but the router's form is {form!r}"
     with pytest.raises(ValueError, match=said):
         merge_with(bundles, form=form)
+
+
+def test_who_did_not_send_the_form_is_named_with_all_that_it_sent(tiny, merge_with):
+    with pytest.raises(ValueError, match="a sent .* form mean, moments, but .*form is 'logistic'"):
+        merge_with(tiny.both, form="logistic")
+    with pytest.raises(ValueError, match="b sent .* form mean, but the router's form is 'moments'"):
+        merge_with([tiny.both[0], tiny.bundles[1]], form="moments")
 
 
 @pytest.mark.parametrize("top_k", [0, 5])

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers import routing_of
 
 from harmomoe.base.artefacts import stages_run
 from harmomoe.config.settings import changed
@@ -18,6 +19,7 @@ from harmomoe.server.normalise import (
     TOLERANCE,
     Claim,
     claim,
+    contents_digest,
     held_back,
     log_mean_ratio,
     normalise,
@@ -30,10 +32,10 @@ RATIOS = [form for form in FORMS if form != "mean"]
 
 def routed(bundle, vectors=None, biases=None):
     "The bundle with other vectors or biases."
-    own = bundle.routing
+    own = routing_of(bundle)
     vectors = own.vectors if vectors is None else vectors
     biases = own.biases if biases is None else biases
-    return replace(bundle, routing=RoutingVectors(vectors, biases, own.form))
+    return replace(bundle, routing={own.form: RoutingVectors(vectors, biases, own.form)})
 
 
 def with_form(tiny, form, **settings):
@@ -45,7 +47,7 @@ def with_form(tiny, form, **settings):
 def shares(bundles, public):
     "Of the public sample in the seed, by expert, mean over layers; written out."
     form, rows = public.config.router.form, []
-    routings = [public.routing(form), *(bundle.routing for bundle in bundles)]
+    routings = [public.routing(form), *(routing_of(bundle) for bundle in bundles)]
     for layer, z in enumerate(public.means(form)):
         logits = torch.stack([z @ r.vectors[layer] + r.biases[layer] for r in routings], 1)
         rows.append(torch.bincount(logits.argmax(1), minlength=len(routings)) / len(z))
@@ -106,7 +108,7 @@ def test_claim_is_made_of_the_clients_own_reference(form, tiny):
     found = claim(bundle, public)
     for name, network in (("in_seed", tiny.seed.backbone), ("in_expert", backbone)):
         means = form_means(form, tiny.seed, network, public.sample).double()
-        given = means, bundle.routing.vectors, bundle.routing.biases
+        given = means, routing_of(bundle).vectors, routing_of(bundle).biases
         logits = torch.stack([z @ e.double() + b for z, e, b in zip(*given)])
         wanted = logits.exp().mean(1).log()
         assert torch.allclose(torch.tensor(getattr(found, name)).double(), wanted, atol=1e-6)
@@ -118,7 +120,7 @@ def test_claim_is_kept_and_made_anew_for_other_numbers(tiny, tmp_path):
     with stages_run() as ran:
         first = claim(bundle, public)
         assert claim(replace(bundle, client="z"), public) == first
-        claim(routed(bundle, biases=bundle.routing.biases + 1), public)
+        claim(routed(bundle, biases=routing_of(bundle).biases + 1), public)
         claim(replace(bundle, scale=bundle.scale / 2), public)
         factors = {place: (a, -b) for place, (a, b) in bundle.factors.items()}
         claim(replace(bundle, factors=factors), public)
@@ -132,6 +134,18 @@ def test_expert_that_gives_no_numbers_is_refused_by_name(tiny, tmp_path):
     with pytest.raises(ValueError, match="expert of a gives numbers that are not finite"):
         normalise([replace(bundle, factors=factors), *tiny.logistic[1:]], public)
     assert not list(tmp_path.glob("claim*"))
+
+
+def test_another_form_makes_other_contents_and_each_form_a_claim_of_its_own(tiny, tmp_path):
+    one, both = tiny.moments[0], tiny.both[0]
+    assert contents_digest(one) != contents_digest(both)
+    assert contents_digest(replace(both, routing=one.routing)) == contents_digest(one)
+    mean = both.routing["mean"]
+    other = replace(mean, vectors=mean.vectors + 1)
+    moved = replace(both, routing=both.routing | dict(mean=other))
+    assert contents_digest(moved) != contents_digest(both)
+    public = replace(with_form(tiny, "moments"), folder=tmp_path)
+    assert claim(both, public) == claim(one, public) == claim(both, tiny.public, "moments")
 
 
 # ---- honest members
@@ -155,7 +169,7 @@ def test_honest_bundles_are_the_same_objects_and_the_model_the_same_to_the_last_
 
 
 def test_random_vectors_are_none_of_its_business(tiny):
-    hostile = routed(tiny.bundles[0], vectors=1e6 * tiny.bundles[0].routing.vectors)
+    hostile = routed(tiny.bundles[0], vectors=1e6 * routing_of(tiny.bundles[0]).vectors)
     given = [hostile, *tiny.bundles[1:]]
     done, report = normalise(given, tiny.public, RouterSettings(form="random"))
     assert done is given and report == []
@@ -170,16 +184,16 @@ def test_raised_biases_are_taken_back(form, who, tiny):
     public = with_form(tiny, form)
     honest = tiny.sent[form]
     hostile = [*honest]
-    hostile[who] = routed(honest[who], biases=honest[who].routing.biases + 20)
+    hostile[who] = routed(honest[who], biases=routing_of(honest[who]).biases + 20)
     assert shares(hostile, public)[who + 1] > 0.8
     done, report = normalise(hostile, public)
     lowered = np.array(report[who].lowered)
     assert (lowered > 10).all() and not report[who].is_none
     for k in {0, 1, 2} - {who}:
         assert done[k] is honest[k] and report[k].is_none
-    before, after = honest[who].routing.biases, done[who].routing.biases
+    before, after = routing_of(honest[who]).biases, routing_of(done[who]).biases
     assert torch.allclose(after.double(), before.double() + 20 - torch.tensor(lowered), atol=1e-5)
-    assert torch.equal(done[who].routing.vectors, honest[who].routing.vectors)
+    assert torch.equal(routing_of(done[who]).vectors, routing_of(honest[who]).vectors)
     claims = [claim(bundle, public) for bundle in done]
     others = np.median([one.in_seed for k, one in enumerate(claims) if k != who], 0)
     assert (np.array(claims[who].in_seed) <= others + 1e-4).all() and claims[who].is_ratio
@@ -195,7 +209,7 @@ def test_biases_are_never_raised():
 
 def test_without_sound_members_the_log_mean_becomes_zero(tiny):
     public = with_form(tiny, "logistic")
-    loud = [routed(b, biases=b.routing.biases + 20) for b in tiny.logistic]
+    loud = [routed(b, biases=routing_of(b).biases + 20) for b in tiny.logistic]
     for members in (loud, loud[:1]):
         for bundle in normalise(members, public)[0]:
             assert claim(bundle, public).together == pytest.approx([0, 0], abs=1e-4)
@@ -207,11 +221,11 @@ def test_mark_that_only_the_own_expert_leaves_is_seen(tiny):
     public, bundle = with_form(tiny, "logistic"), tiny.logistic[0]
     own = form_means("logistic", tiny.seed, bundle.expert(tiny.seed).backbone, public.sample)
     moved = (own - public.means("logistic")).mean(1)  # none in the first layer
-    vectors = bundle.routing.vectors.clone()
+    vectors = routing_of(bundle).vectors.clone()
     vectors[1] += 60 * moved[1] / moved[1].norm() ** 2
     marked = routed(bundle, vectors=vectors)
     excess = torch.tensor(claim(marked, public).in_seed).clamp(min=0)
-    marked = routed(marked, biases=marked.routing.biases - excess)
+    marked = routed(marked, biases=routing_of(marked).biases - excess)
     found = claim(marked, public)
     assert (np.array(found.in_seed) <= TOLERANCE).all() and found.in_expert[1] > 20
     assert not found.is_ratio and normalise([marked, *tiny.logistic[1:]], public)[1][0].lowered[1]
@@ -219,7 +233,7 @@ def test_mark_that_only_the_own_expert_leaves_is_seen(tiny):
 
 def test_giant_vectors_have_nothing_of_the_pool_left(tiny):
     public, honest = with_form(tiny, "moments"), tiny.moments
-    noise = torch.randn(honest[0].routing.vectors.shape, generator=torch.manual_seed(0))
+    noise = torch.randn(routing_of(honest[0]).vectors.shape, generator=torch.manual_seed(0))
     hostile = [routed(honest[0], vectors=1e3 * noise), *honest[1:]]
     assert shares(hostile, public)[1] > 0.1
     assert shares(normalise(hostile, public)[0], public)[1] < 0.05
@@ -227,15 +241,30 @@ def test_giant_vectors_have_nothing_of_the_pool_left(tiny):
 
 def test_merge_holds_back_unless_told_otherwise(tiny):
     public = with_form(tiny, "logistic")
-    hostile = [routed(tiny.logistic[0], biases=tiny.logistic[0].routing.biases + 20)]
+    hostile = [routed(tiny.logistic[0], biases=routing_of(tiny.logistic[0]).biases + 20)]
     hostile += tiny.logistic[1:]
     biases = [
         torch.stack([layer.router.biases.detach() for layer in model.layers], 1)
         for model in (merge(hostile, public), merge(hostile, public, normalised=False))
     ]
-    assert torch.equal(biases[1][1], hostile[0].routing.biases)
+    assert torch.equal(biases[1][1], routing_of(hostile[0]).biases)
     assert (biases[0][1] < biases[1][1] - 10).all()
     assert torch.equal(biases[0][2:], biases[1][2:])
+
+
+def test_of_two_forms_the_one_that_is_delivered_is_looked_at_and_held_back(tiny):
+    first, *others = tiny.both
+    mean, moments = first.routing.values()
+    loud = dict(mean=replace(mean, vectors=50 * mean.vectors))
+    loud["moments"] = replace(moments, biases=moments.biases + 20)
+    for form, other in (("mean", "moments"), ("moments", "mean")):
+        public = with_form(tiny, form)
+        for wrong in (form, other):
+            hostile = replace(first, routing=first.routing | {wrong: loud[wrong]})
+            done, report = normalise([hostile, *others], public)
+            assert report[0].is_none == (wrong == other) == (done[0] is hostile)
+            assert done[0].routing[other] is hostile.routing[other]
+            assert all(one is two for one, two in zip(done[1:], others))
 
 
 # ---- vectors that are no ratio
@@ -246,9 +275,11 @@ def test_long_means_are_cut_and_no_expert_takes_more_than_its_share(seed_expert,
     public = with_form(tiny, "mean", seed_expert=seed_expert)
     loud = routed(tiny.bundles[1], vectors=50 * public.routing("mean").vectors)
     done, report = normalise([tiny.bundles[0], loud, tiny.bundles[2]], public)
-    others = [bundle.routing.vectors.norm(dim=1) for bundle in (tiny.bundles[0], tiny.bundles[2])]
+    others = [
+        routing_of(bundle).vectors.norm(dim=1) for bundle in (tiny.bundles[0], tiny.bundles[2])
+    ]
     usual = torch.stack(others).mean(0)  # the median of two
-    assert (done[1].routing.vectors.norm(dim=1) <= usual * 1.0001).all()
+    assert (routing_of(done[1]).vectors.norm(dim=1) <= usual * 1.0001).all()
     assert all(factor < 0.5 for factor in report[1].shortened) and not report[1].is_none
     assert max(report[1].share) <= MOST and report[0].is_none and report[2].is_none
     assert done[0] is tiny.bundles[0] and report[1].claimed == []

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers import routing_of
 from scipy import stats
 
 from harmomoe.bundle.files import read_bundle
@@ -40,10 +41,10 @@ def losses(model, public, rows):
 def wrecker(bundle, public, by=30.0, **changes):
     "A member that unlearned what it had learned, ten times, and whose vectors get every sample."
     factors = {place: (a, -10 * b) for place, (a, b) in bundle.factors.items()}
-    own = bundle.routing
+    own = routing_of(bundle)
     biases = own.biases if own.form == "mean" else own.biases + by
     vectors = by * public.routing("mean").vectors if own.form == "mean" else own.vectors
-    routing = RoutingVectors(vectors, biases, own.form)
+    routing = {own.form: RoutingVectors(vectors, biases, own.form)}
     return replace(bundle, factors=factors, routing=routing, **changes)
 
 
@@ -131,11 +132,19 @@ def test_what_a_member_claims_is_a_positive_log_ratio_in_its_own_expert(tiny):
     one = tiny.logistic[0]
 
     def claimed(by):
-        routing = RoutingVectors(one.routing.vectors, one.routing.biases + by, "logistic")
-        given = [replace(one, routing=routing), *tiny.logistic[1:]]
+        own = routing_of(one)
+        routing = RoutingVectors(own.vectors, own.biases + by, "logistic")
+        given = [replace(one, routing=dict(logistic=routing)), *tiny.logistic[1:]]
         return effects(given, public, normalised=False)["b"]["a"].claimed
 
     assert claimed(-50) == 0 and claimed(50) == len(one.ids)
+
+
+def test_of_two_forms_the_one_that_is_delivered_says_what_is_claimed(tiny):
+    for form in ("mean", "moments"):
+        public = with_form(tiny, form)
+        assert effects(tiny.both, public) == effects(tiny.sent[form], public)
+        assert [v.accepted for v in screen(tiny.both, public)[1]] == [True] * 3
 
 
 def test_only_so_many_proxies_are_looked_at_the_same_each_time(tiny):
@@ -205,8 +214,9 @@ def test_what_nobody_claims_is_no_evidence(tiny, harmful):
     harmful({"a": 3})
     public, bundles = with_form(tiny, "logistic"), []
     for one in tiny.logistic:
-        routing = RoutingVectors(one.routing.vectors, one.routing.biases - 50, "logistic")
-        bundles.append(replace(one, routing=routing))
+        own = routing_of(one)
+        routing = RoutingVectors(own.vectors, own.biases - 50, "logistic")
+        bundles.append(replace(one, routing=dict(logistic=routing)))
     accepted, verdicts = screen(bundles, public)
     assert len(accepted) == 3 and {seen.claimed for seen in verdicts[0].others} == {0}
 
@@ -256,8 +266,8 @@ def test_a_loss_that_is_no_number_counts_as_a_large_one(tiny, monkeypatch):
 def test_member_without_any_effect_is_accepted_and_said_to_add_nothing(tiny):
     public = with_form(tiny, "mean")
     idle = {place: (a, 0 * b) for place, (a, b) in tiny.bundles[0].factors.items()}
-    routing = RoutingVectors(-tiny.bundles[0].routing.vectors, torch.zeros(2), "mean")
-    quiet = replace(tiny.bundles[0], factors=idle, routing=routing)
+    routing = RoutingVectors(-routing_of(tiny.bundles[0]).vectors, torch.zeros(2), "mean")
+    quiet = replace(tiny.bundles[0], factors=idle, routing=dict(mean=routing))
     accepted, verdicts = screen([quiet, *tiny.bundles[1:]], public)
     assert accepted[0] is quiet and not verdicts[0].adds
     assert verdicts[0].reason.startswith("it adds nothing on its own proxies")
@@ -266,7 +276,10 @@ def test_member_without_any_effect_is_accepted_and_said_to_add_nothing(tiny):
 def test_bundles_that_do_not_go_together_are_refused_as_in_merging(tiny):
     with pytest.raises(ValueError, match="different names"):
         screen([tiny.bundles[0]] * 2, tiny.public)
-    with pytest.raises(ValueError, match="have the form 'mean'"):
+    with pytest.raises(
+        ValueError,
+        match="a sent routing vectors of the form mean, but the router's form is 'logistic'",
+    ):
         screen(tiny.bundles, with_form(tiny, "logistic"))
 
 

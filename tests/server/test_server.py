@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
-from helpers import kept, stamps
+from helpers import kept, routing_of, stamps
 from networks import close, embed, same
 
 from harmomoe.base.artefacts import MANIFEST, read_manifest, stages_run
@@ -19,7 +19,7 @@ from harmomoe.models.observe import observe_routing
 from harmomoe.models.training import Checkpoint
 from harmomoe.server import server as module
 from harmomoe.server.finetune import finetune, proxy_union
-from harmomoe.server.merge import merge
+from harmomoe.server.merge import choose_router, merge
 from harmomoe.server.server import Server, unify
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")
@@ -86,7 +86,7 @@ def test_what_is_received_is_a_copy_of_what_was_sent(serve, tiny, tmp_path):
     assert listing(bundle.folder) == listing(tiny.work / "a" / "bundle")
     assert bundle.ids.tolist() == tiny.bundles[0].ids.tolist()
     assert bundle.manifest == tiny.bundles[0].manifest
-    assert torch.equal(bundle.routing.vectors, tiny.bundles[0].routing.vectors)
+    assert torch.equal(routing_of(bundle).vectors, routing_of(tiny.bundles[0]).vectors)
 
 
 def test_members_are_in_the_order_in_which_they_came(serve):
@@ -229,10 +229,28 @@ def test_what_breaks_on_its_way_leaves_no_trace(serve, tiny, tmp_path, monkeypat
 
 def test_routing_vectors_of_another_form_are_refused_at_the_door(serve, tiny, tmp_path):
     server = serve(router__form="logistic")
-    with pytest.raises(ValueError, match="of a have the form 'mean', but .* 'logistic'"):
+    with pytest.raises(
+        ValueError, match="a sent routing vectors of the form mean, but .* 'logistic'"
+    ):
         server.receive(tiny.work / "a" / "bundle")
     assert listing(tmp_path) == {}
-    assert server.receive(tiny.logistic[0].folder).routing.form == "logistic"
+    assert list(server.receive(tiny.logistic[0].folder).routing) == ["logistic"]
+
+
+def test_the_same_bundles_make_a_model_with_either_router(tiny, tmp_path):
+    "Each is kept, and neither disturbs the other."
+    server = Server(tiny.public.with_config(choose_router(tiny.settings, "paper")), tmp_path)
+    for bundle in tiny.both:
+        server.receive(bundle.folder)
+    made, paper = models_made(server)
+    other = replace(server, public=tiny.public.with_config(choose_router(tiny.settings, "ratios")))
+    assert (made, list(other.received)) == (1, ["a", "b", "c"])
+    made, ratios = models_made(other)
+    assert made == 1 and len(kept(tmp_path, "model")) == 2
+    assert (paper.settings.form, paper.experts) == ("mean", ["seed", "a", "b", "c"])
+    assert (ratios.settings.form, ratios.experts) == ("moments", ["a", "b", "c"])
+    assert models_made(server)[0] == models_made(other)[0] == 0
+    assert [part.bundle for part in paper.lineage] == [part.bundle for part in ratios.lineage]
 
 
 def test_bundle_of_another_pool_is_refused_at_the_door(tiny, tmp_path):
