@@ -223,7 +223,9 @@ def _bundles_of(name, form, forms=""):
     return bundles
 
 
-tiny_logistic, tiny_moments = (_bundles_of(form, form) for form in ("logistic", "moments"))
+tiny_logistic, tiny_moments, tiny_evidence = (
+    _bundles_of(form, form) for form in ("logistic", "moments", "evidence")
+)
 tiny_both = _bundles_of("both", "moments", "mean")
 
 
@@ -235,6 +237,7 @@ def tiny(
     tiny_bundles,
     tiny_logistic,
     tiny_moments,
+    tiny_evidence,
     tiny_both,
 ):
     """All of the above in one: `tiny.seed`, `tiny.pool`, `tiny.a` and so on; `tiny.sent` has the
@@ -251,8 +254,14 @@ def tiny(
         bundles=tiny_bundles,
         logistic=tiny_logistic,
         moments=tiny_moments,
+        evidence=tiny_evidence,
         both=tiny_both,
-        sent=dict(mean=tiny_bundles, logistic=tiny_logistic, moments=tiny_moments),
+        sent=dict(
+            mean=tiny_bundles,
+            logistic=tiny_logistic,
+            moments=tiny_moments,
+            evidence=tiny_evidence,
+        ),
     )
 
 

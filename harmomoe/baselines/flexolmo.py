@@ -23,7 +23,8 @@ from .moa import only_routers
 from .zero_shot import private_only
 from ..bundle.files import Bundle
 from ..client.client import Client
-from ..client.expert import new_expert, save_expert
+from ..client.expert import save_expert
+from ..client.gate import take_apart
 from ..config.settings import Config, ExpertSettings
 from ..data.domains import fingerprint
 from ..data.samples import labelled, union_label_space
@@ -66,14 +67,8 @@ def anchored_pair(
     ranks, scales = [0, settings.rank], [0.0, settings.alpha / settings.rank]
     model = UnifiedModel(seed, ["seed", name], ranks, scales, anchored_router(2))
     model.start_experts(settings.dropout, public.config.random_state)
-    own = torch.tensor([0.0, 1.0], device=seed.device)
-    for layer, vector in zip(model.layers, vectors):
-        with torch.no_grad():
-            layer.router.vectors[1] = vector
-        # the public expert's line stays where it is
-        layer.router.vectors.register_hook(lambda gradient: gradient * own[:, None])
-        layer.router.biases.register_hook(lambda gradient: gradient * own)
-    return model
+    lines = torch.stack([torch.zeros_like(vectors), vectors], 1)
+    return model.start_routers(lines, torch.zeros(lines.shape[:2])).hold("seed")
 
 # %% ../../nbs/baselines/06_flexolmo.ipynb #2deb860a
 def save_half(
@@ -82,18 +77,9 @@ def save_half(
     settings: ExpertSettings,  # that it was trained with
 ) -> None:
     "Write the client's expert and its lines of the router."
-    adapter = new_expert(model.seed, settings)
-    with torch.no_grad():
-        for path, layer in zip(model.seed.layers, model.layers):
-            ffn = adapter.base_model.model.get_submodule(path)
-            for name in model.seed.ffn.linears:
-                getattr(ffn, name).lora_A["default"].weight.copy_(layer.a[name])
-                getattr(ffn, name).lora_B["default"].weight.copy_(layer.b[name].T)
+    adapter, lines = take_apart(model, settings)
     save_expert(folder, adapter)
-    routers = [layer.router for layer in model.layers]
-    vectors = torch.stack([router.vectors[1].detach().cpu() for router in routers])
-    biases = torch.stack([router.biases[1].detach().cpu() for router in routers])
-    save_routing(dict(logistic=RoutingVectors(vectors, biases, "logistic")), folder)
+    save_routing(dict(logistic=lines), folder)
 
 # %% ../../nbs/baselines/06_flexolmo.ipynb #cc13059c
 class AnchoredClient(Client):

@@ -164,7 +164,7 @@ def example(
         "finetune.epochs": 1,
         "finetune.learning_rate": 1e-4,
     }
-    config = changed(preset("embedded"), changes)
+    config = changed(preset("ratios"), changes)
     pool = full.pool.take(1000, 100, 100)
     public = Public(open_seed("embedded"), pool, config, folder / "public")
     clients = [client.take(200, 60, 100) for client in full.clients[1:]]

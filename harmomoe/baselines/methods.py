@@ -63,6 +63,7 @@ TITLES = {
 ROUTER_TITLES = {
     "harmomoe:paper": "HarmoMoE, paper's router",
     "harmomoe:ratios": "HarmoMoE, router of density ratios",
+    "harmomoe:evidence": "HarmoMoE, router of evidence",
 }
 TOLD = "matching experts", "comigs"  # each sample comes with its domain
 

@@ -64,11 +64,8 @@ def new_mixture(
     scales = [config.expert.alpha / config.expert.rank] * len(names)
     model = UnifiedModel(seed, names, ranks, scales, settings)
     model.start_experts(config.expert.dropout, config.random_state)
-    for index, layer in enumerate(model.layers):
-        layer.router.vectors.copy_(torch.stack([routing.vectors[index] for routing in routings]))
-        if layer.router.biases is not None:
-            layer.router.biases.copy_(torch.stack([routing.biases[index] for routing in routings]))
-    return model
+    parts = (torch.stack([getattr(r, part) for r in routings], 1) for part in ("vectors", "biases"))
+    return model.start_routers(*parts, public.units if form == "evidence" else None)
 
 # %% ../../nbs/baselines/07_unrestricted.ipynb #c07eb971
 def train_on_all(

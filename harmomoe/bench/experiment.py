@@ -89,7 +89,7 @@ def measure_own(
     expert: str | None = None,  # a client, whose expert is measured; None: the unified model
     router: str = "preset",  # of the unified model, as for `choose_router`
 ) -> Measured:  # on the test splits
-    """How the unified model does, or one of the experts that it is made of. Another router is put
+    """How the unified model does, or a client's expert before its gate. Another router is put
     into a model from the very same bundles. Raises `ValueError` as `choose_router`, and for bundles
     without its form."""
     if expert is not None:
@@ -218,6 +218,7 @@ def _small(config: Config, samples: int) -> dict:
     candidates = min(config.proxies.candidates, samples)
     return {
         "expert.epochs": min(2, config.expert.epochs),
+        "gate.epochs": min(1, config.gate.epochs),
         "finetune.epochs": min(2, config.finetune.epochs),
         "proxies.candidates": candidates,
         "proxies.number": min(config.proxies.number, max(2, candidates // 5)),
@@ -238,7 +239,7 @@ def open_experiment(
     random_state: Annotated[int, RANDOM_STATES] = 0,  # of everything random
     preset: str | None = None,  # of settings; None: "paper", or "embedded" for such a seed
     settings: str = "",  # as in `read_config`
-    router: Literal["preset", "paper", "ratios", None] = None,  # as in `read_config`
+    router: Literal["preset", "paper", "ratios", "evidence", None] = None,  # see `read_config`
     methods: str = "",  # systems to compare with, separated by commas
     device: str = "cpu",  # torch device
     engine: str = "local",  # as in `read_engine`

@@ -43,7 +43,7 @@ from ..describe.routing import FILE as ROUTING
 from ..describe.routing import RoutingVectors, load_routing, save_routing
 from ..models.model import Model
 from ..models.seed import Seed
-from ..moe.context import FORMS
+from ..moe.context import vector_size
 
 # %% ../../nbs/bundle/01_files.ipynb #af0f6a68
 ADAPTER, PROXIES = "adapter", "proxies.parquet"
@@ -239,7 +239,7 @@ def _read_routing(folder: Path, seed: Seed) -> dict[str, RoutingVectors]:
     "Vectors and biases for every layer, of a size that logits in float32 survive."
     routing, file = load_routing(folder), folder / ROUTING
     for form, one in routing.items():
-        shape = len(seed.layers), FORMS[form] * seed.width
+        shape = len(seed.layers), vector_size(form, seed.width, seed.hidden_width)
         if one.vectors.shape != shape:
             raise ValueError(
                 f"{file} must hold {form}.vectors {list(shape)}, but they are "

@@ -6,7 +6,8 @@ Docs: https://harmomoe.github.io/harmomoe/config/settings.html.md"""
 
 # %% auto #0
 __all__ = ['SAMPLES', 'FINETUNE', 'RANDOM_STATES', 'DEEPEST', 'RelevanceSettings', 'ProxySettings', 'ExpertSettings',
-           'RoutingSettings', 'Config', 'preset', 'released', 'changed', 'read_settings', 'check_settings']
+           'GateSettings', 'RoutingSettings', 'Config', 'preset', 'released', 'changed', 'read_settings',
+           'check_settings']
 
 # %% ../../nbs/config/00_settings.ipynb #56f5ca7d
 import json
@@ -18,7 +19,7 @@ import yaml
 
 from ..base.schema import STRICT, one_line, parse
 from ..data.domains import Benchmark
-from ..models.training import Training
+from ..models.training import POSITIVE, Training
 from ..moe.context import FORMS
 from ..moe.router import RouterSettings, Within, check_fields
 
@@ -79,6 +80,35 @@ class ExpertSettings(Training):
         if not (self.proxies or self.private):
             raise ValueError("proxies and private are both off: experts have nothing to train on.")
 
+# %% ../../nbs/config/00_settings.ipynb #9a7e0001
+@dataclass(frozen=True)
+class GateSettings(Training):
+    """How an expert is trained on together with its gate. Raises `ValueError` for values of another
+    type or out of range, and for openings in the wrong order."""
+
+    __pydantic_config__ = STRICT
+    epochs: Annotated[int, Within(0, 100_000)] = 0  # passes over the private data; 0 leaves it out
+    batch_size: Annotated[int, Within(1, 100_000)] = 32  # private samples, and as many public ones
+    learning_rate: Annotated[float, POSITIVE] = 1e-3  # of the expert
+    optimizer: Literal["sgd", "adamw"] = "adamw"  # SGD with momentum, or AdamW
+    weight_decay: Annotated[float, Within(0, 1000)] = 0.0  # of the optimiser
+    gate_rate: Annotated[float, Within(0, 1000)] = 0.2  # times the learning rate: the gate's own
+    # kappa: weight of the divergence from the seed on public samples
+    keep: Annotated[float, Within(0, 10**6)] = 1.0
+    # beta: weight of telling private from public samples
+    tell: Annotated[float, Within(0, 10**6)] = 0.1
+    # while it learns, log odds in the expert's favour are added, between this number ...
+    least_open: Annotated[float, Within(-1000, 1000)] = 2.0
+    most_open: Annotated[float, Within(-1000, 1000)] = 6.0  # ... and this one, at random
+
+    def __post_init__(self):
+        check_fields(self)
+        if self.least_open > self.most_open:
+            raise ValueError(
+                f"least_open is {self.least_open}, but must not exceed most_open "
+                f"({self.most_open})."
+            )
+
 # %% ../../nbs/config/00_settings.ipynb #5e0f1b2a
 @dataclass(frozen=True)
 class RoutingSettings:
@@ -109,7 +139,7 @@ class RoutingSettings:
         router's context."""
         wanted = {router.sent_form, *self.forms.split("+")}
         found = tuple(form for form in FORMS if form in wanted)
-        if router.context == "prefix" and (odd := [form for form in found if FORMS[form] > 1]):
+        if router.context == "prefix" and (odd := [form for form in found if FORMS[form][0] > 1]):
             raise ValueError(
                 f"routing.forms is {self.forms!r}, but {odd[0]!r} needs the whole sequence: leave "
                 "it out with context='prefix'."
@@ -130,6 +160,7 @@ class Config:
     relevance: RelevanceSettings = RelevanceSettings()  # how relevance is judged
     proxies: ProxySettings = ProxySettings()  # how proxies are chosen
     expert: ExpertSettings = ExpertSettings()  # how experts are trained
+    gate: GateSettings = GateSettings()  # how experts are trained on, together with their gates
     routing: RoutingSettings = RoutingSettings()  # what routing vectors are made from
     router: RouterSettings = RouterSettings()  # the router of the unified model
     finetune: Training = FINETUNE  # epochs = 0 leaves the final fine-tuning out
@@ -141,26 +172,38 @@ class Config:
 
 # %% ../../nbs/config/00_settings.ipynb #89e5d944
 _ADAMW = dict(optimizer="adamw", weight_decay=0.0)
+_GATED = dict(
+    gate=GateSettings(epochs=3),
+    routing=RoutingSettings(2000, forms="mean"),
+    router=RouterSettings(top_k=2, norm_topk_prob=True, form="evidence", seed_logit=-4.0),
+)
+_SMALL = dict(
+    proxies=ProxySettings(candidates=1000, number=150),
+    expert=ExpertSettings(batch_size=32, learning_rate=3e-3, **_ADAMW),
+    finetune=Training(epochs=5, batch_size=64, learning_rate=1e-5, **_ADAMW),
+)
 _PRESETS = dict(
     paper=Config(),
+    gated=Config(**_GATED),
     text=Config(
         expert=ExpertSettings(batch_size=32, learning_rate=1e-4, warmup_steps=200, **_ADAMW),
         routing=RoutingSettings(2000),
         router=RouterSettings(lam=1.0),
         finetune=Training(epochs=1, batch_size=32, learning_rate=1e-4, **_ADAMW),
     ),
-    embedded=Config(
-        proxies=ProxySettings(candidates=1000, number=150),
-        expert=ExpertSettings(batch_size=32, learning_rate=3e-3, **_ADAMW),
+    embedded=Config(**_SMALL, **_GATED),
+    ratios=Config(
+        **_SMALL,
         routing=RoutingSettings(2000, forms="mean"),
         router=RouterSettings(top_k=2, seed_expert=False, lam=1.0, form="moments"),
-        finetune=Training(epochs=5, batch_size=64, learning_rate=1e-5, **_ADAMW),
     ),
 )
 
 # %% ../../nbs/config/00_settings.ipynb #cfd6d88f
 def preset(
-    name: str,  # "paper", "text" or "embedded"; with "-released", what the authors' code does
+    # "paper", "gated", "text", "embedded" or "ratios"; with "-released" what the
+    # authors' code does
+    name: str,
 ) -> Config:
     "Settings by name. Raises `ValueError` for a name that there is not."
     plain = str(name).removesuffix("-released")
@@ -178,8 +221,9 @@ def released(
     "These settings with what the authors' released code does otherwise."
     proxies, known = config.proxies, dict(seed_expert=False, norm_topk_prob=True, form="mean")
     candidates = max(2 * proxies.candidates // 3, proxies.number)
-    router = replace(config.router, top_k=1, lam=0.3, shared_lam=False, **known)
-    return replace(config, proxies=replace(proxies, candidates=candidates), router=router)
+    router = RouterSettings(context=config.router.context, **known)
+    proxies = replace(proxies, candidates=candidates)
+    return replace(config, proxies=proxies, router=router, gate=GateSettings())
 
 # %% ../../nbs/config/00_settings.ipynb #6fed0dc7
 DEEPEST = 3  # no field is nested as deep
@@ -272,6 +316,11 @@ def check_settings(
         raise ValueError(
             f"router.top_k is {config.router.top_k}, but must be 1 to {experts}, the number of "
             "experts."
+        )
+    if config.gate.epochs and "prompt" in benchmark.pool.train.column_names:
+        raise ValueError(
+            f"gate.epochs is {config.gate.epochs}, but experts of language models are not trained "
+            "on with a gate: set it to 0."
         )
     if any(client.name == "seed" for client in benchmark.clients):
         raise ValueError(

@@ -22,7 +22,13 @@ from ..base.artefacts import digest, stage
 from ..config.settings import Config
 from ..data.domains import Domain, fingerprint
 from .embeddings import cached_embeddings
-from .routing import RoutingVectors, form_means, seed_routing
+from harmomoe.describe.routing import (
+    RoutingVectors,
+    form_means,
+    log_ratios,
+    public_units,
+    seed_routing,
+)
 from ..models.seed import Seed
 
 # %% ../../nbs/describe/05_public.ipynb #4b067eaa
@@ -57,8 +63,8 @@ class Public:
 @patch
 def means(
     self: Public,
-    form: str,  # of routing vectors: "mean", "logistic" or "moments"
-) -> Tensor:  # float32 [layers, n, d or 2 d]
+    form: str,  # of routing vectors, a key of `FORMS`
+) -> Tensor:  # float32 [layers, n, ...]
     "What enters the seed's FFNs for the public sample, see `form_means`."
     seed, reach = self.seed, self.config.router.context
     inputs = dict(public=fingerprint(self.sample), seed=seed.identity, form=form, reach=reach)
@@ -74,10 +80,34 @@ def means(
 @patch
 def routing(
     self: Public,
-    form: str,  # "mean", "logistic" or "moments"
+    form: str,  # a key of `FORMS`
 ) -> RoutingVectors:  # e_0
     "The routing vectors of the seed's own expert."
     return seed_routing(form, self.seed, self.means(form) if form == "mean" else None)
+
+# %% ../../nbs/describe/05_public.ipynb #e51d0012
+@patch(as_prop=True)
+def units(self: Public) -> tuple[Tensor, Tensor]:  # float32 [layers, s] each
+    "Mean and standard deviation that the form evidence counts in, see `public_units`."
+    inputs = dict(public=fingerprint(self.sample), seed=self.seed.identity)
+    inputs |= dict(reach=self.config.router.context)
+
+    def build(partial):
+        found = torch.stack(public_units(self.means("evidence")))
+        np.save(partial / "units.npy", found.numpy())
+
+    path = stage(Path(self.folder, f"units-{digest(inputs)[:12]}"), "units", inputs, build)
+    return tuple(torch.from_numpy(np.load(path / "units.npy")))
+
+
+@patch
+def log_ratios(
+    self: Public,
+    routing: RoutingVectors,  # of a form other than "mean"
+    means: Tensor,  # float32 [layers, n, ...], from `form_means`
+) -> Tensor:  # float64 [layers, n]
+    "The logit of each sample in each layer, see `log_ratios`."
+    return log_ratios(routing, means, self.units if routing.form == "evidence" else None)
 
 # %% ../../nbs/describe/05_public.ipynb #2fef58ff
 @patch

@@ -6,7 +6,7 @@ Docs: https://harmomoe.github.io/harmomoe/describe/routing.html.md"""
 
 # %% auto #0
 __all__ = ['FILE', 'PARTS', 'layer_means', 'RoutingVectors', 'mean_routing', 'save_routing', 'load_routing', 'logistic_routing',
-           'form_means', 'client_routing', 'seed_routing']
+           'public_units', 'evidence_routing', 'form_means', 'client_routing', 'log_ratios', 'seed_routing']
 
 # %% ../../nbs/describe/04_routing.ipynb #8d613401
 from dataclasses import dataclass
@@ -23,9 +23,27 @@ from ..base.schema import all_finite, one_line, read_tensors
 from ..data.samples import expert_data
 from ..models.seed import Seed
 from ..models.training import check_finite
-from ..moe.context import FORMS, token_mean, token_spread
+from harmomoe.moe.context import (
+    FORMS,
+    token_mean,
+    token_moments,
+    token_spread,
+    vector_size,
+    with_squares,
+)
 
 # %% ../../nbs/describe/04_routing.ipynb #5ed8a6d8
+def _mean_and_spread(z: Tensor, mask: Tensor | None) -> Tensor:
+    "[B, T, d] -> [B, 2 d]"
+    return torch.cat([token_mean(z, mask), token_spread(z, mask)], -1)
+
+
+def _hidden(seed: Seed, layer: int, z: Tensor) -> Tensor:
+    "The hidden activation [B, T, m] of the seed's own FFN for tokens [B, T, d] that enter it."
+    ffn = seed.backbone.get_submodule(seed.layers[layer])
+    return seed.ffn.hidden(ffn, *(getattr(ffn, name)(z) for name in seed.ffn.inner))
+
+# %% ../../nbs/describe/04_routing.ipynb #e51d0004
 @torch.no_grad()
 def layer_means(
     seed: Seed,  # gives batches and token masks
@@ -35,15 +53,20 @@ def layer_means(
     spread: bool = False,  # append the standard deviation over tokens
     # of the router's context: with "prompt" only the prompts' tokens count
     reach: str = "sequence",
-) -> Tensor:  # float32 [layers, n, d] or, with spread, [layers, n, 2 d]; on the CPU
+    # append both for the hidden activation that the seed's own FFN has there, of size m
+    hidden: bool = False,
+) -> Tensor:  # float32 [layers, n, d], with spread [layers, n, 2 d], or 2 (d + m); on the CPU
     """Each sample's mean representation at the input of each FFN. `FloatingPointError` if one is
     not finite."""
     means, masks = [[] for _ in seed.layers], []
-    statistics = (token_mean, token_spread)[: 1 + spread]
+    statistic = token_mean
+    if spread:  # as the router that looks at it computes it
+        statistic = token_moments if hidden else _mean_and_spread
 
     def hook(layer):
         def add(module, inputs):
-            parts = [statistic(inputs[0], masks[-1]) for statistic in statistics]
+            seen = [inputs[0], _hidden(seed, layer, inputs[0])] if hidden else [inputs[0]]
+            parts = [statistic(x, masks[-1]) for x in seen]
             means[layer].append(torch.cat(parts, -1).float().cpu())
 
         return add
@@ -72,10 +95,11 @@ def _check_form(form: str) -> None:
 @dataclass(frozen=True)
 class RoutingVectors:
     """What the router starts from for one expert: in layer l the logit of a token z is z @
-    vectors[l] + biases[l]. Raises `ValueError` for shapes that do not fit, an unknown form, and
-    biases in the form "mean"."""
+    vectors[l] + biases[l], where the form does not look at more. Raises `ValueError` for shapes
+    that do not fit, an unknown form, and biases in the form "mean"."""
 
-    # float32 [layers, d]; in the form "moments" [layers, 2 d], for the mean and for the spread
+    # float32 [layers, d]; in the form "moments" [layers, 2 d], for the mean and for the spread; in
+    # the form "evidence" [layers, 4 (d + m)]
     vectors: Tensor
     biases: Tensor  # float32 [layers]; all 0 in the form "mean"
     form: str  # a key of `FORMS`
@@ -87,12 +111,13 @@ class RoutingVectors:
 
     def __post_init__(self):
         _check_form(self.form)
-        parts, shape = FORMS[self.form], tuple(self.vectors.shape)
+        parts, shape = FORMS[self.form][0], tuple(self.vectors.shape)
         fits = len(shape) == 2 and self.biases.shape == shape[:1] and shape[1] % parts == 0
         if not fits:
+            size = {1: "d", 2: "2 d", 4: "4 (d + m)"}[parts]
             raise ValueError(
-                f"routing vectors and biases must be [layers, {'2 d' if parts == 2 else 'd'}] and "
-                f"[layers], but are {shape} and {tuple(self.biases.shape)}."
+                f"routing vectors and biases must be [layers, {size}] and [layers], but are "
+                f"{shape} and {tuple(self.biases.shape)}."
             )
         if self.form == "mean" and self.biases.any():
             raise ValueError(
@@ -157,6 +182,21 @@ def _checked(form: str, tensors: dict[str, Tensor], path: Path) -> RoutingVector
     except ValueError as error:
         raise ValueError(f"{path}, form {form!r}: {error}") from None
 
+# %% ../../nbs/describe/04_routing.ipynb #e51d0005
+def _check_samples(positives: Tensor, negatives: Tensor, parts: int, penalty: float) -> None:
+    "Raises `ValueError` for what no regression in each layer can be made of."
+    shapes = positives.shape, negatives.shape
+    if (
+        any(len(shape) != 3 or not all(shape) or shape[2] % parts for shape in shapes)
+        or shapes[0][::2] != shapes[1][::2]
+    ):
+        raise ValueError(
+            f"means must be [layers, n, d] with the same layers and d, but are {tuple(shapes[0])} "
+            f"and {tuple(shapes[1])}."
+        )
+    if penalty <= 0:
+        raise ValueError(f"penalty is {penalty}, but must be positive.")
+
 # %% ../../nbs/describe/04_routing.ipynb #c657fab1
 def logistic_routing(
     positives: Tensor,  # float32 [layers, n, d], means of the client's samples, from `layer_means`
@@ -171,17 +211,7 @@ def logistic_routing(
     positive."""
     if form not in ("logistic", "moments"):
         raise ValueError(f"form is {form!r}, but must be logistic or moments.")
-    shapes = positives.shape, negatives.shape
-    if (
-        any(len(shape) != 3 or not all(shape) or shape[2] % FORMS[form] for shape in shapes)
-        or shapes[0][::2] != shapes[1][::2]
-    ):
-        raise ValueError(
-            f"means must be [layers, n, d] with the same layers and d, but are {tuple(shapes[0])} "
-            f"and {tuple(shapes[1])}."
-        )
-    if penalty <= 0:
-        raise ValueError(f"penalty is {penalty}, but must be positive.")
+    _check_samples(positives, negatives, FORMS[form][0], penalty)
     label = np.arange(positives.shape[1] + negatives.shape[1]) < positives.shape[1]
     vectors, biases = [], []
     for private, public in zip(positives, negatives):
@@ -197,21 +227,58 @@ def logistic_routing(
         torch.tensor(np.stack(vectors)).float(), torch.tensor(np.stack(biases)).float(), form
     )
 
+# %% ../../nbs/describe/04_routing.ipynb #e51d0002
+def public_units(
+    in_seed: Tensor,  # float32 [layers, N, s], `form_means` of public samples in the seed
+) -> tuple[Tensor, Tensor]:  # float32 [layers, s] each: mean, and standard deviation
+    "The units in which the form evidence counts. A deviation is at least a millionth."
+    exact = in_seed.double()
+    return exact.mean(1).float(), (exact.std(1, correction=0) + 1e-6).float()
+
+
+def evidence_routing(
+    positives: Tensor,  # float32 [layers, n, s], `form_means` of the client's samples
+    negatives: Tensor,  # float32 [layers, N, s], of public samples
+    center: Tensor,  # float32 [layers, s], from `public_units`
+    scale: Tensor,  # float32 [layers, s], from `public_units`
+    # weight of half the squared norm of the coefficients, against the mean log loss
+    penalty: float = 0.05,
+) -> RoutingVectors:  # log density ratio of private to public samples, for each layer
+    """Routing vectors from a logistic regression in each layer, both classes weighted equally.
+    Raises `ValueError` for shapes that do not fit and a penalty that is not positive."""
+    _check_samples(positives, negatives, 2, penalty)
+    if not center.shape == scale.shape == positives.shape[::2]:
+        raise ValueError(
+            f"units must be {list(positives.shape[::2])}, layers and numbers, but are "
+            f"{tuple(center.shape)} and {tuple(scale.shape)}."
+        )
+    label = np.arange(positives.shape[1] + negatives.shape[1]) < positives.shape[1]
+    vectors, biases = [], []
+    for private, public, *units in zip(positives, negatives, center, scale):
+        x = with_squares(torch.cat([private, public]), *units).double().numpy()
+        model = LogisticRegression(C=1 / (penalty * len(x)), class_weight="balanced", max_iter=1000)
+        model.fit(x, label)
+        vectors.append(torch.tensor(model.coef_[0]))
+        biases.append(torch.tensor(model.intercept_[0]))
+    return RoutingVectors(torch.stack(vectors).float(), torch.stack(biases).float(), "evidence")
+
 # %% ../../nbs/describe/04_routing.ipynb #67db1fac
 def form_means(
-    form: str,  # "mean", "logistic" or "moments"
+    form: str,  # a key of `FORMS`
     seed: Seed,  # the shared seed
     backbone: nn.Module,  # the seed's backbone, or an expert's
     data: Dataset,  # the samples
     reach: str = "sequence",  # of the router's context, as in `layer_means`
-) -> Tensor:  # float32 [layers, n, d] or, for "moments", [layers, n, 2 d]
+    # float32 [layers, n, d]; for "moments" [layers, n, 2 d], for "evidence" [layers, n, 2 (d + m)]
+) -> Tensor:
     "The means of samples that routing vectors of a form are computed from."
     _check_form(form)
-    return layer_means(seed, backbone, data, spread=form == "moments", reach=reach)
+    wanted = dict(spread=form in ("moments", "evidence"), hidden=form == "evidence")
+    return layer_means(seed, backbone, data, reach=reach, **wanted)
 
 
 def client_routing(
-    form: str,  # "mean", "logistic" or "moments"
+    form: str,  # a key of `FORMS`
     seed: Seed,  # the shared seed
     expert: nn.Module,  # the client's expert, a dense backbone
     private: Dataset,  # the client's samples
@@ -228,11 +295,34 @@ def client_routing(
         in_seed = form_means(form, seed, seed.backbone, public, reach)
     in_expert = form_means(form, seed, expert, public, reach)
     positives = form_means(form, seed, expert, private, reach)
-    return logistic_routing(positives, torch.cat([in_expert, in_seed], 1), form=form)
+    negatives = torch.cat([in_expert, in_seed], 1)
+    if form == "evidence":
+        return evidence_routing(positives, negatives, *public_units(in_seed))
+    return logistic_routing(positives, negatives, form=form)
 
 # %% ../../nbs/describe/04_routing.ipynb #86f3ab20
+def log_ratios(
+    routing: RoutingVectors,  # of a form other than "mean"
+    means: Tensor,  # float32 [layers, n, ...], from `form_means`
+    # from `public_units`, for the form "evidence"
+    units: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # float64 [layers, n]
+    """The logit of each sample in each layer, as a router takes it that looks at nothing but
+    means: for the form "evidence", the mean over all layers so far."""
+    if routing.form != "evidence":
+        given = zip(means, routing.vectors, routing.biases)
+        return torch.stack([z.double() @ e.double() + b.double() for z, e, b in given])
+    given = zip(means, *units, routing.vectors, routing.biases)
+    looks = [
+        with_squares(z, center, scale).double() @ e.double() + b.double()
+        for z, center, scale, e, b in given
+    ]
+    number = torch.arange(1, len(looks) + 1, dtype=torch.float64)
+    return torch.stack(looks).cumsum(0) / number[:, None]
+
+
 def seed_routing(
-    form: str,  # "mean", "logistic" or "moments"
+    form: str,  # a key of `FORMS`
     seed: Seed,  # the shared seed
     in_seed: Tensor | None = None,  # `form_means` of public samples; only the form "mean" uses them
 ) -> RoutingVectors:  # e_0
@@ -240,5 +330,5 @@ def seed_routing(
     _check_form(form)
     if form == "mean":
         return mean_routing(in_seed)
-    layers, width = len(seed.layers), FORMS[form] * seed.width
+    layers, width = len(seed.layers), vector_size(form, seed.width, seed.hidden_width)
     return RoutingVectors(torch.zeros(layers, width), torch.zeros(layers), form)

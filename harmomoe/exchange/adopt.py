@@ -27,7 +27,7 @@ from ..describe.public import Public
 from ..describe.routing import RoutingVectors
 from .convert import Expert, write_adapter
 from ..models.seed import Seed
-from ..moe.context import FORMS
+from ..moe.context import vector_size
 
 # %% ../../nbs/exchange/04_adopt.ipynb #df654488
 def average_others(
@@ -121,7 +121,8 @@ class NamedClient(AdoptedClient):
         seed = self.public.seed
         with seeded(self.random_state):
             # as random routers in `merge`
-            vectors = 0.02 * torch.randn(len(seed.layers), FORMS[form] * seed.width)
+            width = vector_size(form, seed.width, seed.hidden_width)
+            vectors = 0.02 * torch.randn(len(seed.layers), width)
         return RoutingVectors(vectors, torch.zeros(len(vectors)), form)
 
 # %% ../../nbs/exchange/04_adopt.ipynb #f5327adb

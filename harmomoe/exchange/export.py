@@ -25,6 +25,7 @@ from ..models.evaluate import measure
 from ..models.model import Model
 from ..models.unified import UnifiedModel
 from ..moe.layer import LowRankMoE
+from ..moe.router import EvidenceRouter
 
 # %% ../../nbs/exchange/02_export.ipynb #3c0823e0
 def _index(model: UnifiedModel, name: str) -> int:
@@ -242,6 +243,11 @@ def _lost(model: UnifiedModel, kind: str, drop: bool, has_samples: bool) -> tupl
     """What an export of this type loses, and whether biases are among it. Raises `ValueError` if
     that is not permitted, or without samples for the biases."""
     routers = [layer.router for layer in model.layers]
+    if any(isinstance(router, EvidenceRouter) for router in routers):
+        raise ValueError(
+            "this model routes by the mean of what all layers so far have seen (form='evidence'), "
+            "and no router of transformers can do that. Unify with another form."
+        )
     lam = [router.lam.clamp(0, 1).item() for router in routers]
     biased = any(router.biases is not None and router.biases.any() for router in routers)
     if not max(lam) and not biased:

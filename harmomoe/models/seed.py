@@ -46,6 +46,11 @@ class Seed:
         return getattr(self.backbone.get_submodule(self.layers[0]), self.ffn.inner[0]).in_features
 
     @property
+    def hidden_width(self) -> int:
+        "m, the size of an FFN's hidden activation."
+        return getattr(self.backbone.get_submodule(self.layers[0]), self.ffn.inner[0]).out_features
+
+    @property
     def whole(self) -> nn.Module:
         "The module whose weights `save` writes: the backbone, or more."
         return self.backbone

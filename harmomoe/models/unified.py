@@ -128,6 +128,43 @@ def start_experts(
                 a.uniform_(-(a.shape[1] ** -0.5), a.shape[1] ** -0.5)
     return self
 
+# %% ../../nbs/models/06_unified.ipynb #e51d0021
+@patch
+@torch.no_grad()
+def start_routers(
+    self: UnifiedModel,
+    vectors: Tensor,  # float32 [layers, E, ...], routing vectors of all experts
+    biases: Tensor,  # float32 [layers, E]; not used in the form "mean", which has none
+    # float32 [layers, s] each, what the form "evidence" counts in: mean, standard deviation
+    units: tuple[Tensor, Tensor] | None = None,
+) -> UnifiedModel:  # itself
+    "Routers as the clients' routing vectors want them."
+    for index, layer in enumerate(self.layers):
+        layer.router.vectors.copy_(vectors[index])
+        if layer.router.biases is not None:
+            layer.router.biases.copy_(biases[index])
+        if units is not None:
+            layer.router.center.copy_(units[0][index])
+            layer.router.scale.copy_(units[1][index])
+    return self
+
+
+@patch
+def hold(
+    self: UnifiedModel,
+    name: str,  # an expert
+) -> UnifiedModel:  # itself
+    """Keep an expert's lines of the routers where they are, whatever is trained. Raises
+    `ValueError` for a name that there is not."""
+    others = 1 - torch.tensor(_chosen(self, [name])).float()
+    for layer in self.layers:
+        for p, shape in ((layer.router.vectors, (-1, 1)), (layer.router.biases, (-1,))):
+            if p is None:  # a router without biases
+                continue
+            factor = others.to(p.device).reshape(shape)
+            p.register_hook(lambda gradient, factor=factor: gradient * factor)
+    return self
+
 # %% ../../nbs/models/06_unified.ipynb #66876371
 def _chosen(model: UnifiedModel, names: Iterable[str], where: str = "") -> list[bool]:
     "Which experts are named."

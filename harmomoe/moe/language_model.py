@@ -143,7 +143,8 @@ class HarmoMoEBackbone(MembersMixin, PreTrainedModel):
         for layer in self.moe_layers:
             layer.a.requires_grad_(True)
             layer.b.requires_grad_(True)
-            layer.router.requires_grad_(True).lam.requires_grad_(self.config.router["learn_lam"])
+            learn_lam = self.config.router["learn_lam"] and self.config.router["form"] != "evidence"
+            layer.router.requires_grad_(True).lam.requires_grad_(learn_lam)
 
 # %% ../../nbs/moe/04_language_model.ipynb #547eefd6
 class CheckedLoadingMixin:
@@ -254,6 +255,12 @@ def _check_pass(model: PreTrainedModel, members: Tensor | None, others: dict) ->
         raise ValueError(
             "nn.DataParallel splits a batch without its context. Use several GPUs by way of "
             "torchrun or accelerate, or one alone."
+        )
+    apart = (getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    if model.training and model.config.router["form"] == "evidence" and any(apart):
+        raise ValueError(
+            "a router of the form 'evidence' adds up over the layers, and gradient checkpointing "
+            "computes each of them apart. Train without it, or unify with another form."
         )
     if others.get("cu_seq_lens_q") is not None:
         raise ValueError(

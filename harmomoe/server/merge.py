@@ -19,7 +19,7 @@ from ..config.settings import Config, changed, preset, read_settings
 from ..describe.public import Public
 from ..models.unified import UnifiedModel
 from ..moe.router import RouterSettings
-from .normalise import normalise
+from .normalise import all_routing, normalise
 
 # %% ../../nbs/server/01_merge.ipynb #9a317f17
 def check_bundles(
@@ -46,15 +46,13 @@ def check_bundles(
 def _start(
     bundles: list[Bundle], public: Public, settings: RouterSettings
 ) -> tuple[Tensor, Tensor]:
-    "The routers' first vectors [layers, E, d or 2 d] and biases [layers, E]."
+    "The routers' first vectors [layers, E, ...] and biases [layers, E]."
     layers, experts = len(public.seed.layers), len(bundles) + settings.seed_expert
     if settings.form == "random":  # as Transformers start their linear maps
         with seeded(public.config.random_state):
             vectors = 0.02 * torch.randn(layers, experts, public.seed.width)
         return vectors, torch.zeros(layers, experts)
-    routings = [bundle.routing[settings.form] for bundle in bundles]
-    if settings.seed_expert:
-        routings = [public.routing(settings.form), *routings]
+    routings = all_routing(bundles, public, settings)
     vectors = torch.stack([routing.vectors for routing in routings], 1)
     return vectors, torch.stack([routing.biases for routing in routings], 1)
 
@@ -78,10 +76,8 @@ def merge(
         names, ranks, scales = ["seed", *names], [0, *ranks], [0.0, *scales]
     model = UnifiedModel(seed, names, ranks, scales, settings)
     vectors, biases = _start(bundles, public, settings)
-    for path, layer, e, b in zip(seed.layers, model.layers, vectors, biases):
-        layer.router.vectors.copy_(e)
-        if layer.router.biases is not None:
-            layer.router.biases.copy_(b)
+    model.start_routers(vectors, biases, public.units if settings.form == "evidence" else None)
+    for path, layer in zip(seed.layers, model.layers):
         for name in seed.ffn.linears:
             pairs = [bundle.factors[path, name] for bundle in bundles]
             layer.a[name].copy_(torch.cat([a for a, _ in pairs]))
@@ -89,7 +85,11 @@ def merge(
     return model
 
 # %% ../../nbs/server/01_merge.ipynb #d0c6e8b4
-ROUTERS = dict(paper=preset("paper").router, ratios=preset("embedded").router)
+ROUTERS = dict(
+    paper=preset("paper").router,
+    ratios=preset("ratios").router,
+    evidence=preset("embedded").router,
+)
 
 
 def choose_router(

@@ -77,6 +77,7 @@ class _Judge:
 
     def __init__(self, bundles: list[Bundle], public: Public, form: str, most: int):
         seed, pool, self.form = public.seed, public.pool, form
+        self.ratios = public.log_ratios
         self.chosen = {bundle.client: _chosen(bundle, public, most) for bundle in bundles}
         self.rows = np.unique(np.concatenate([*self.chosen.values()]))
         data = labelled(pool.train.select(self.rows))
@@ -99,9 +100,7 @@ class _Judge:
         "Which of a member's proxies it claims; None if its vectors are no log ratios."
         if self.form == "mean":
             return None
-        own = bundle.routing[self.form]
-        given = zip(self.means[bundle.client], own.vectors, own.biases)
-        ratios = torch.stack([z.double() @ e.double() + b.double() for z, e, b in given])
+        ratios = self.ratios(bundle.routing[self.form], self.means[bundle.client])
         return (ratios.mean(0) > 0).numpy()
 
 # %% ../../nbs/server/03_screen.ipynb #b141bbd3

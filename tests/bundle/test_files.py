@@ -433,6 +433,14 @@ DESCRIPTIONS = {
         routing(width=127, form="moments"),
         r"form 'moments': .*but are \(2, 127\)",
     ),
+    "no hidden activations": (
+        routing(width=256, form="evidence"),
+        r"evidence.vectors \[2, 1280\], but they are \(2, 256\)",
+    ),
+    "no squares": (
+        routing(width=1278, form="evidence", beside=True),
+        r"form 'evidence': .*4 \(d \+ m\)\] and \[layers\], but are \(2, 1278\)",
+    ),
     "whole numbers": (routing(dtype=torch.int64), "must hold finite numbers"),
     "vectors that drown all others": (
         routing(value=1e30),

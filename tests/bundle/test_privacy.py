@@ -26,7 +26,7 @@ from harmomoe.data.domains import fingerprint, load_domain
 from harmomoe.describe.proxies import ProxySet
 from harmomoe.describe.relevance import linear_probe
 from harmomoe.describe.routing import layer_means
-from harmomoe.moe.context import FORMS
+from harmomoe.moe.context import FORMS, with_squares
 
 TENSORS_FILE, ALL = ADAPTER_FILES[1], (*FORMS, "all")
 RUN = 24  # so many bytes of private data in a row, in any of the renderings below, are a leak
@@ -194,22 +194,28 @@ def test_nothing_private_is_in_the_bundle(form, bundles, secrets):
     assert leaks(bundles[form], data, texts) == set()
 
 
-def test_routing_vectors_sum_up_all_samples_and_repeat_none(bundles, private, tiny_seed, tmp_path):
+def test_routing_vectors_sum_up_all_samples_and_repeat_none(
+    bundles, private, tiny_public, tiny_seed, tmp_path
+):
     expert, data = load_expert(tiny_seed, bundles["mean"]), set()
     for backbone in (expert, tiny_seed.backbone):
-        values = layer_means(tiny_seed, backbone, private.train, spread=True)
-        for row in values.flatten(0, 1):
+        values = layer_means(tiny_seed, backbone, private.train, spread=True, hidden=True)
+        units = zip(values, *tiny_public.units)
+        for row in (*values.flatten(0, 1), *torch.cat([with_squares(*z) for z in units])):
             data |= runs(row.numpy().tobytes())
     found = {form: leaks(bundle, data, []) for form, bundle in bundles.items()}
     assert found == dict.fromkeys(ALL, set())
     # those of a single sample would be found
-    for name, part in (("mean", values[:, 0, :64]), ("spread", values[:, 0, 64:])):
+    parts = dict(zip(("mean", "spread", "hidden"), values[:, 0, :384].tensor_split([64, 128], 1)))
+    for name, part in parts.items():
         one = shutil.copytree(bundles["moments"], tmp_path / name)
         save_file({"moments.vectors": part.contiguous()}, one / ROUTING)
         assert leaks(one, data, []) == {(ROUTING, "data")}
 
 
-@pytest.mark.parametrize("form, width", [("mean", 64), ("logistic", 64), ("moments", 128)])
+@pytest.mark.parametrize(
+    "form, width", [("mean", 64), ("logistic", 64), ("moments", 128), ("evidence", 1280)]
+)
 def test_routing_file_holds_a_vector_and_a_number_a_layer_under_the_form(form, width, bundles):
     with safe_open(bundles[form] / ROUTING, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}

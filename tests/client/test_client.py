@@ -19,7 +19,7 @@ from harmomoe.describe.relevance import linear_probe
 from harmomoe.describe.routing import FILE as ROUTING
 from harmomoe.describe.routing import load_routing
 from harmomoe.models.training import Checkpoint
-from harmomoe.moe.context import FORMS
+from harmomoe.moe.context import FORMS, vector_size
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")
 RATIOS = [form for form in FORMS if form != "mean"]
@@ -122,7 +122,7 @@ def test_clients_draw_independently_of_each_other_and_alike_every_time(tiny, tmp
 
 @each_form
 def test_bundles_hold_the_form_that_was_asked_for(form, tiny):
-    width = 64 * FORMS[form]
+    width = vector_size(form, 64, 256)
     for plain, other in zip(tiny.bundles, tiny.sent[form]):
         assert routing_of(other).form == form and routing_of(other).vectors.shape == (2, width)
         assert routing_of(plain).form == "mean" and not routing_of(plain).biases.any()

@@ -6,6 +6,7 @@ import pytest
 from harmomoe.base.artefacts import MANIFEST
 from harmomoe.bundle.files import FILES
 from harmomoe.client.disclosure import NUMBERS, disclose
+from harmomoe.config.settings import changed
 from harmomoe.moe.context import FORMS
 
 
@@ -37,6 +38,22 @@ def test_each_form_of_routing_vectors_is_said_to_be_private(report, tiny):
     assert second.startswith("2 x 129 numbers (moments: a classifier of private against public")
     assert second.endswith(", computed from 30 private samples")
     assert NUMBERS.keys() == FORMS.keys()
+
+
+def test_evidence_is_said_to_be_private_too(tiny):
+    told = disclose(tiny.evidence[0].folder, tiny.public).files()["made from private data"]
+    first, _, last = told["routing_vectors.safetensors"].partition(" private samples")
+    assert first.startswith("2 x 1281 numbers (evidence: a classifier of private against public")
+    assert first.endswith("squares), computed from 30") and not last
+
+
+def test_evidence_that_was_trained_on_as_a_gate_is_said_to_be(tiny):
+    config = changed(tiny.public.config, {"gate.epochs": 1})
+    for bundle, trained in ((tiny.evidence[0], True), (tiny.both[0], False)):
+        report = disclose(bundle.folder, tiny.public.with_config(config))
+        told = report.files()["made from private data"]["routing_vectors.safetensors"]
+        assert ("squares, trained on as the expert's gate), computed" in told) == trained
+        assert ("gate" in told) == trained
 
 
 def test_classes_are_those_of_the_proxies(report, tiny):

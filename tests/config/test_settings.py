@@ -15,6 +15,7 @@ from harmomoe.base.schema import parse
 from harmomoe.config.settings import (
     Config,
     ExpertSettings,
+    GateSettings,
     ProxySettings,
     RelevanceSettings,
     RoutingSettings,
@@ -26,7 +27,7 @@ from harmomoe.config.settings import (
 from harmomoe.models.training import Training
 from harmomoe.moe.router import RouterSettings, rules_of
 
-PRESETS = ("paper", "text", "embedded")
+PRESETS = ("paper", "gated", "text", "embedded", "ratios")
 
 
 def nested(name, value):
@@ -66,7 +67,7 @@ WRONG = [
         "finetune.learning_rate is nan, but must be a number above 0 and at most",
     ),
     ({"expert.momentum": 1}, "expert.momentum is 1, but must be a number at least 0 and below 1"),
-    ({"router.form": "zero"}, "router.form is 'zero'.*'mean', 'logistic', 'moments' or 'random'"),
+    ({"router.form": "zero"}, "router.form is 'zero'.*'mean', .*'evidence' or 'random'"),
     ({"router.context": "page"}, "router.context is 'page'.*'sequence', 'prefix' or 'prompt'"),
     ({"router.lam": 1.5}, "router.lam is 1.5, but must be a number from 0 to 1"),
     ({"router.top_k": 0}, "router.top_k is 0, but must be a whole number from 1 to 4,096"),
@@ -135,7 +136,9 @@ def test_a_form_that_does_not_go_with_the_context_cannot_be_sent():
 # ---- types and ranges, of every field
 
 FIELDS = annotations(Config)
-BESIDE = {ProxySettings: dict(candidates=10**9, number=1)}  # what allows all of a field's range
+# what allows all of a field's range
+BESIDE = {ProxySettings: dict(candidates=10**9, number=1)}
+BESIDE |= {GateSettings: dict(least_open=-1000, most_open=1000)}
 TYPED_FOR = {
     name: [t for t in TYPED if t not in ("", "{}") or not (hint is str or is_dataclass(hint))]
     for name, (_, _, hint) in FIELDS.items()
@@ -277,15 +280,15 @@ def test_released_settings_are_the_authors_codes_where_they_differ_and_ours_else
     wanted = dict(top_k=1, seed_expert=False, norm_topk_prob=True, form="mean", lam=0.3)
     for name in PRESETS:
         ours, found = preset(name), preset(f"{name}-released")
-        assert found.router == replace(ours.router, shared_lam=False, **wanted)
+        assert found.router == RouterSettings(context=ours.router.context, **wanted)
         proxies = replace(ours.proxies, candidates=ours.proxies.candidates * 2 // 3)
-        assert found == replace(ours, router=found.router, proxies=proxies)
+        assert found == replace(ours, router=found.router, proxies=proxies, gate=GateSettings())
     assert preset("paper-released").proxies.candidates == 2000
 
 
 @pytest.mark.parametrize("name", ["", "Paper", "released", "-released", "paper-released-released"])
 def test_a_preset_that_there_is_not_is_refused_naming_those_that_there_are(name):
-    with pytest.raises(ValueError, match="but must be one of paper, text, embedded"):
+    with pytest.raises(ValueError, match="but must be one of paper, gated, text, embedded, ratios"):
         preset(name)
 
 

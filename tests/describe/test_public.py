@@ -12,8 +12,11 @@ from harmomoe.base.artefacts import stages_run
 from harmomoe.config.settings import changed
 from harmomoe.data.domains import fingerprint
 from harmomoe.describe.public import Public
-from harmomoe.describe.routing import form_means, mean_routing
-from harmomoe.moe.context import FORMS
+from harmomoe.describe.routing import RoutingVectors, form_means, log_ratios, mean_routing
+from harmomoe.moe.context import FORMS, vector_size
+
+# what is computed for `everything`
+ALL = ["embeddings", "embeddings-shard", *["means"] * len(FORMS), "units"]
 
 
 @pytest.fixture
@@ -31,7 +34,7 @@ def with_changes(public, **changes):
 
 def test_nothing_is_computed_or_written_before_it_is_asked_for(public, tmp_path):
     with stages_run() as ran:
-        for form in ("logistic", "moments"):
+        for form in ("logistic", "moments", "evidence"):
             public.routing(form)  # zeros
         assert public.fingerprint == fingerprint(public.pool.train) and len(public.sample) == 40
     assert ran == [] and not any(tmp_path.iterdir())
@@ -70,15 +73,58 @@ def test_means_are_those_of_the_sample_in_the_seed(form, public):
 def test_the_seeds_own_vectors_are_the_samples_mean_or_zero(public):
     found = public.routing("mean")
     assert torch.equal(found.vectors, mean_routing(public.means("mean")).vectors)
-    for form in ("logistic", "moments"):
+    for form in ("logistic", "moments", "evidence"):
         found = public.routing(form)
-        assert found.form == form and found.vectors.shape == (2, 64 * FORMS[form])
+        assert found.form == form
+        assert found.vectors.shape == (2, vector_size(form, 64, 256))
         assert not found.vectors.any() and not found.biases.any()
+
+
+def test_units_are_those_of_the_sample_in_the_seed(public):
+    exact = public.means("evidence").double().numpy()
+    center, scale = public.units
+    assert center.shape == scale.shape == (2, 2 * (64 + 256)) and scale.min() >= 1e-6
+    assert np.allclose(center, exact.mean(1), atol=1e-6)
+    assert np.allclose(scale, exact.std(1) + 1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change, again",
+    [
+        ({"random_state": 1}, ["means", "units"]),
+        ({"routing.public_samples": 30}, ["means", "units"]),
+        ({"router.context": "prompt"}, ["means", "units"]),
+        ({"router.seed_logit": -2.0, "expert.rank": 2}, []),
+    ],
+    ids=str,
+)
+def test_units_are_kept_for_whoever_asks_next_and_follow_the_sample(change, again, public):
+    first, other = public.units, with_changes(public, settings=change)
+    with stages_run() as ran:
+        found = other.units
+    assert sorted(ran) == again
+    exact = other.means("evidence").double().numpy()
+    assert np.allclose(found[0], exact.mean(1), atol=1e-6)
+    with stages_run() as ran:
+        assert all(torch.equal(one, two) for one, two in zip(public.units, first))
+        assert all(torch.equal(one, two) for one, two in zip(replace(other).units, found))
+    assert ran == []
+
+
+@pytest.mark.parametrize("form", ["logistic", "moments", "evidence"])
+def test_log_ratios_are_in_the_pools_own_units(form, public):
+    means = public.means(form)[:, :7]
+    drawn = torch.randn(2, vector_size(form, 64, 256), generator=torch.manual_seed(0))
+    routing = RoutingVectors(drawn, torch.tensor([0.5, -1.0]), form)
+    units = public.units if form == "evidence" else None
+    found = public.log_ratios(routing, means)
+    assert found.shape == (2, 7) and torch.equal(found, log_ratios(routing, means, units))
 
 
 @pytest.mark.parametrize("ask", ["means", "routing"])
 def test_an_unknown_form_is_refused_and_leaves_nothing(ask, public, tmp_path):
-    with pytest.raises(ValueError, match="is 'random', but must be one of mean, logistic, moments"):
+    said = "is 'random', but must be one of mean, logistic, moments, evidence"
+    with pytest.raises(ValueError, match=said):
         getattr(public, ask)("random")
     assert not any((tmp_path / "public").glob("means-*"))
 
@@ -93,13 +139,14 @@ def test_progress_is_shown_only_if_it_is_to_be(public):
 
 def everything(public):
     "All that it can be asked for."
-    return [public.fingerprint, public.embeddings, *(public.means(form) for form in FORMS)]
+    means = [public.means(form) for form in FORMS]
+    return [public.fingerprint, public.embeddings, *means, torch.stack(public.units)]
 
 
 def test_everything_is_computed_once_by_whoever_asks_first(public):
     with stages_run() as ran:
         everything(public)
-    assert sorted(ran) == ["embeddings", "embeddings-shard", "means", "means", "means"]
+    assert sorted(ran) == ALL
     with stages_run() as ran:
         everything(public)
         everything(replace(public))  # another object, as of another process
@@ -166,7 +213,7 @@ def test_another_seed_is_asked_again(public, monkeypatch):
     monkeypatch.setattr(public.seed, "prompt", "another {}")
     with stages_run() as ran:
         found = everything(replace(public))
-    assert sorted(ran) == ["embeddings", "embeddings-shard", "means", "means", "means"]
+    assert sorted(ran) == ALL
     assert all(np.array_equal(one, two) for one, two in zip(found[1:], before[1:]))
 
 
@@ -178,5 +225,5 @@ def test_damaged_files_are_made_again(public):
         file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
     with stages_run() as ran:
         found = everything(replace(public))
-    assert sorted(ran) == ["embeddings", "embeddings-shard", "means", "means", "means"]
+    assert sorted(ran) == ALL
     assert all(np.array_equal(one, two) for one, two in zip(found[1:], wanted))

@@ -17,18 +17,22 @@ from harmomoe.describe.routing import (
     FILE,
     RoutingVectors,
     client_routing,
+    evidence_routing,
     form_means,
     layer_means,
     load_routing,
+    log_ratios,
     logistic_routing,
     mean_routing,
+    public_units,
     save_routing,
     seed_routing,
 )
-from harmomoe.moe.context import FORMS
+from harmomoe.moe.context import FORMS, vector_size
 
 RATIOS = [form for form in FORMS if form != "mean"]  # the forms that come from a regression
 each_ratio = pytest.mark.parametrize("form", RATIOS)
+WIDTHS = {form: vector_size(form, 64, 256) for form in FORMS}  # of the tiny seed
 PENALTY = 0.005
 
 close = partial(torch.allclose, atol=1e-5)
@@ -132,6 +136,29 @@ def test_backbones_have_means_of_their_own(expert, merged, tiny_seed, images):
     assert (of_expert[1] - of_seed[1]).abs().max() > 0.1  # after the first changed FFN
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("reals", [None, [True, False, True, True, False]], ids=["all", "some"])
+def test_hidden_activations_are_those_of_the_seeds_own_ffn_wherever_the_tokens_come_from(
+    backbone, reals, tiny_seed, images, monkeypatch
+):
+    data, real = images.select(range(12)), torch.tensor([True] * 5 if reals is None else reals)
+    if reals:
+        mask = lambda batch, reach: real.expand(len(batch["images"]), 5)
+        monkeypatch.setattr(tiny_seed, "token_mask", mask)
+    z = entering(tiny_seed, backbone, data)[:, :, real]
+    ffns = [tiny_seed.backbone.get_submodule(path) for path in tiny_seed.layers]
+    maps = [(ffn.c_fc.weight.double(), ffn.c_fc.bias.double()) for ffn in ffns]
+    hidden = torch.stack([F.gelu(F.linear(one, *linear)) for one, linear in zip(z, maps)])
+    for batch_size in (256, 5):
+        found = layer_means(tiny_seed, backbone, data, batch_size, hidden=True)
+        wanted = torch.cat([z.mean(2), hidden.mean(2)], -1)
+        assert found.dtype == torch.float32 and close(found.double(), wanted)
+        found = layer_means(tiny_seed, backbone, data, batch_size, spread=True, hidden=True)
+        parts = [z.mean(2), spread(z, 2), hidden.mean(2), spread(hidden, 2)]
+        assert np.allclose(found, np.concatenate(parts, -1), atol=1e-4)
+        assert found.shape == (2, 12, 2 * (64 + 256))
+
+
 def test_layer_means_leave_padding_out(tiny_seed, images, monkeypatch):
     real, data = torch.tensor([True, False, True, True, False]), images.select(range(12))
     mask = lambda batch, reach: real.expand(len(batch["images"]), 5)
@@ -213,10 +240,10 @@ def of_form(form, samples):
     return [torch.cat([part, positive(part, i)], -1) for i, part in enumerate(samples)]
 
 
-@each_ratio
+@pytest.mark.parametrize("form", ["logistic", "moments"])
 @pytest.mark.parametrize("penalty", [PENALTY, 0.5])
 def test_logistic_routing_is_the_optimum_in_each_layer(penalty, form, samples):
-    samples, width = of_form(form, samples), 6 * FORMS[form]
+    samples, width = of_form(form, samples), 6 * FORMS[form][0]
     found = logistic_routing(*samples, penalty, form)
     assert found.form == form and found.vectors.shape == (2, width) and found.biases.shape == (2,)
     for layer, (private, public) in enumerate(zip(*samples)):
@@ -314,6 +341,153 @@ def test_density_ratio_needs_samples_of_both_kinds(n, public):
         logistic_routing(torch.ones(2, n, 6), torch.ones(2, public, 6))
 
 
+# ---- evidence
+
+SIX = 6  # numbers of a sample in a layer
+
+
+@pytest.fixture
+def units(samples):
+    "Of some of the public samples, as they would be in the seed."
+    return public_units(samples[1][:, :40])
+
+
+def looks_of(routing, z, units):
+    "What each layer says of samples [layers, n, s], written out in float64."
+    e, q = (
+        part.double()[:, None] for part in routing.vectors.split(routing.vectors.shape[1] // 2, 1)
+    )
+    center, scale = (unit.double()[:, None] for unit in units)
+    u = ((z.double() - center) / scale).clamp(-3, 3)
+    return (u * e + u * u * q).sum(-1) + routing.biases.double()[:, None]
+
+
+def test_units_are_mean_and_deviation_and_never_zero():
+    means = 1000 + normal(3, 500, 4)
+    means[..., 2] = 7.0
+    center, scale = public_units(means)
+    exact = means.numpy().astype(np.float64)
+    assert center.dtype == scale.dtype == torch.float32
+    assert np.array_equal(center.numpy(), exact.mean(1).astype(np.float32))
+    assert np.allclose(scale, exact.std(1) + 1e-6, rtol=1e-6) and scale[:, 2].max() < 2e-6
+
+
+@pytest.mark.parametrize("penalty", [0.05, 0.5])
+def test_evidence_routing_is_the_optimum_in_each_layer(penalty, samples, units):
+    """Of the same objective as the logistic form's, on u and its squares as they are, clipped at
+    three."""
+    found = evidence_routing(*samples, *units, penalty)
+    assert found.form == "evidence" and found.biases.shape == (2,)
+    assert found.vectors.shape == (2, 2 * SIX)
+    for layer, (private, public) in enumerate(zip(*samples)):
+        center, scale = (unit[layer].double() for unit in units)
+        u = ((torch.cat([private, public]).double() - center) / scale).clamp(-3, 3)
+        assert 0.02 < (u.abs() == 3).double().mean() < 0.5  # clipping matters here
+        x, n = torch.cat([u, u * u], 1), len(private)
+
+        def loss(values):
+            w = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+            z = x @ w[:-1] + w[-1]
+            misfit = (F.softplus(-z[:n]).mean() + F.softplus(z[n:]).mean()) / 2
+            value = misfit + penalty / 2 * w[:-1].square().sum()
+            return value.item(), torch.autograd.grad(value, w)[0].numpy()
+
+        search = dict(jac=True, method="BFGS", options=dict(gtol=1e-10))
+        best = minimize(loss, np.zeros(2 * SIX + 1), **search)
+        w = torch.cat([found.vectors[layer], found.biases[layer, None]]).double().numpy()
+        assert abs(loss(w)[1]).max() < 2e-4 and w == pytest.approx(best.x, abs=2e-3)
+        one = [part[layer : layer + 1] for part in (*samples, *units)]
+        assert same(evidence_routing(*one, penalty), of_layer(found, layer))
+
+
+def of_layer(routing, layer):
+    part = slice(layer, layer + 1)
+    return RoutingVectors(routing.vectors[part], routing.biases[part], routing.form)
+
+
+def test_penalty_of_evidence_is_a_twentieth_unless_told(samples, units):
+    found = evidence_routing(*samples, *units)
+    assert same(found, evidence_routing(*samples, *units, 0.05))
+    assert not same(found, evidence_routing(*samples, *units, 0.1))
+
+
+def test_evidence_tells_what_lies_between_public_samples_which_means_do_not():
+    public = normal(1, 300, SIX, random_state=1)
+    public = public + 3 * public.sign()  # on both sides
+    private = normal(1, 100, SIX, random_state=2) / 2
+    units = public_units(public)
+    evidence = evidence_routing(private, public, *units)
+    right = lambda routing, *units: [
+        (log_ratios(routing, part, *units) > 0).double().mean() for part in (private, public)
+    ]
+    mine, theirs = right(evidence, units)
+    assert mine > 0.95 and theirs < 0.05
+    mine, theirs = right(logistic_routing(private, public))
+    assert (1 - mine) + theirs > 0.5
+
+
+def test_what_is_further_away_than_three_deviations_counts_as_three(samples, units):
+    found = evidence_routing(*samples, *units)
+    center, scale = (unit[:, None] for unit in units)
+    at_three, beyond = (center + factor * scale for factor in (3.001, 1e6))
+    assert torch.equal(log_ratios(found, beyond, units), log_ratios(found, at_three, units))
+    far = samples[0].clone()
+    far[:, 0] = 1e30
+    assert evidence_routing(far, samples[1], *units).vectors.isfinite().all()
+
+
+def test_both_classes_of_evidence_count_the_same(samples, units):
+    z = torch.cat(samples, 1)
+    found = evidence_routing(z, z.repeat(1, 3, 1), *units)
+    assert log_ratios(found, z, units).abs().max() < 1e-3
+    found = evidence_routing(*samples, *units)
+    private, public = (log_ratios(found, part, units) for part in samples)
+    assert private.mean() > 0 > public.mean()
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (dict(positives=torch.ones(25, SIX)), "same layers and d, but are"),
+        (dict(positives=torch.ones(2, 25, SIX + 2)), "same layers and d, but are"),
+        (dict(positives=torch.ones(2, 25, 5), negatives=torch.ones(2, 60, 5)), "same layers and d"),
+        (dict(center=torch.ones(2, SIX - 2)), r"units must be \[2, 6\]"),
+        (dict(scale=torch.ones(SIX)), r"units must be \[2, 6\].* \(6,\)"),
+        (dict(penalty=0), "penalty is 0, but must be positive"),
+    ],
+    ids=str,
+)
+def test_evidence_of_what_does_not_fit_is_refused(change, said, samples, units):
+    given = dict(zip(("positives", "negatives", "center", "scale"), (*samples, *units))) | change
+    with pytest.raises(ValueError, match=said):
+        evidence_routing(**given)
+
+
+def test_log_ratios_of_evidence_are_the_mean_of_all_looks_so_far(samples, units):
+    found, z = evidence_routing(*samples, *units), samples[1]
+    looks = looks_of(found, z, units)
+    ratios = log_ratios(found, z, units)
+    assert ratios.dtype == torch.float64 and ratios.shape == (2, 60)
+    assert torch.allclose(ratios[0], looks[0], atol=1e-5)
+    assert torch.allclose(ratios[1], (looks[0] + looks[1]) / 2, atol=1e-5)
+    three = RoutingVectors(
+        *(torch.cat([x, x[:1]]) for x in (found.vectors, found.biases)), "evidence"
+    )
+    again = [torch.cat([part, part[:1]]) for part in units]
+    wanted = (2 * looks[0] + looks[1]) / 3
+    last = log_ratios(three, torch.cat([z, z[:1]]), again)[2]
+    assert torch.allclose(last, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["logistic", "moments"])
+def test_log_ratios_of_other_forms_are_products_in_float64(form, samples):
+    samples = of_form(form, samples)
+    found = logistic_routing(*samples, form=form)
+    ratios = log_ratios(found, samples[1])
+    assert ratios.dtype == torch.float64
+    assert torch.allclose(ratios, logits(found, samples[1]), atol=1e-12)
+
+
 # ---- the file
 
 
@@ -365,7 +539,7 @@ def test_routing_vectors_that_are_not_finite_are_not_saved(wrong, tmp_path):
 FINITE, SHAPES = "must hold finite numbers", r"must be \[layers, d\] and \[layers\], but are "
 BOTH, FORM = (
     "must hold 'FORM.vectors' and 'FORM.biases' .*",
-    "must be one of mean, logistic, moments",
+    "must be one of mean, logistic, moments, evidence",
 )
 # what is wrong -> the tensors that differ, the form, and what is said
 REFUSED = {
@@ -389,6 +563,11 @@ REFUSED = {
     "few biases": (dict(biases=torch.zeros(1)), "logistic", SHAPES + r"\(2, 4\) and \(1,\)"),
     "many": (dict(biases=torch.zeros(2, 4)), "logistic", SHAPES + r"\(2, 4\) and \(2, 4\)"),
     "odd width": (dict(vectors=torch.zeros(2, 5)), "moments", r"but are \(2, 5\) and \(2,\)"),
+    "no squares": (
+        dict(vectors=torch.zeros(2, 6)),
+        "evidence",
+        r"must be \[layers, 4 \(d \+ m\)\] and \[layers\], but are \(2, 6\) and \(2,\)",
+    ),
     "unknown form": (dict(), "random", f"{BOTH}, but holds random.biases, random.vectors"),
     "biases of a mean": (dict(biases=torch.ones(2)), "mean", "have no biases"),
     "no form": (dict(), "", f"{BOTH}, but holds .biases, .vectors"),
@@ -417,10 +596,11 @@ def test_file_of_other_routing_vectors_is_refused_saying_where_and_why(what, tmp
 
 
 def test_vectors_with_spreads_have_an_even_width_and_other_vectors_any():
-    for form, width in (("moments", 6), ("logistic", 5), ("mean", 5)):
+    for form, width in (("moments", 6), ("logistic", 5), ("mean", 5), ("evidence", 8)):
         RoutingVectors(torch.zeros(2, width), torch.zeros(2), form)
-    with pytest.raises(ValueError, match=r"\(2, 5\)"):
-        RoutingVectors(torch.zeros(2, 5), torch.zeros(2), "moments")
+    for form, width in (("moments", 5), ("evidence", 6)):
+        with pytest.raises(ValueError, match=rf"\(2, {width}\)"):
+            RoutingVectors(torch.zeros(2, width), torch.zeros(2), form)
 
 
 # ---- what a client and the server compute
@@ -446,13 +626,17 @@ def test_or_it_sends_its_private_data_against_the_pool(
 ):
     """The pool's samples as they look in both backbones; proxies are public, so they are no
     positives."""
-    public, wide = tiny_benchmark.pool.train.select(range(50)), form == "moments"
+    public = tiny_benchmark.pool.train.select(range(50))
     proxies = tiny_benchmark.pool.train.select(range(60, 70))
+    how = dict(spread=form != "logistic", hidden=form == "evidence")
     backbones = merged, tiny_seed.backbone
-    others = [layer_means(tiny_seed, backbone, public, spread=wide) for backbone in backbones]
-    mine = layer_means(tiny_seed, merged, images, spread=wide)
-    expected = logistic_routing(mine, torch.cat(others, 1), form=form)
-    assert expected.vectors.shape == (2, 64 * FORMS[form])
+    others = [layer_means(tiny_seed, backbone, public, **how) for backbone in backbones]
+    pair = layer_means(tiny_seed, merged, images, **how), torch.cat(others, 1)
+    if form == "evidence":
+        expected = evidence_routing(*pair, *public_units(others[1]))
+    else:
+        expected = logistic_routing(*pair, form=form)
+    assert expected.form == form and expected.vectors.shape == (2, WIDTHS[form])
     in_seed = others[1] if at_hand else None
     given = images, proxies, public, in_seed
     assert same(client_routing(form, tiny_seed, merged, *given), expected)
@@ -463,7 +647,7 @@ def test_seeds_own_vectors_are_the_pools_mean_or_zero(tiny_seed, tiny_benchmark)
     found = seed_routing("mean", tiny_seed, means)
     assert found.form == "mean" and close(found.vectors, means.mean(1))
     assert not found.biases.any()
-    for form, width in (("logistic", 64), ("moments", 128)):
+    for form, width in (("logistic", 64), ("moments", 128), ("evidence", 4 * (64 + 256))):
         zero = RoutingVectors(torch.zeros(2, width), torch.zeros(2), form)
         assert same(seed_routing(form, tiny_seed), zero)
 

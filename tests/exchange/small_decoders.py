@@ -20,6 +20,9 @@ def randomise(model):
             p.normal_(std=0.3)
         if layer.router.biases is not None:
             layer.router.biases.normal_()
+        if hasattr(layer.router, "center"):
+            layer.router.center.normal_(std=0.3)
+            layer.router.scale.uniform_(0.5, 2)
 
 
 @torch.no_grad()

@@ -276,6 +276,21 @@ def test_moments_keep_the_half_that_meets_the_token(unified):
     assert changed == {} and torch.allclose(logits(exported), logits(model.backbone), atol=2e-5)
 
 
+@pytest.mark.parametrize("lam", [0.0, 1.0])
+def test_evidence_has_no_class_but_its_experts_go_out(lam, unified, tmp_path):
+    model, samples = unified(form="evidence", lam=lam), plain_texts("{} times {}?")
+    for given in ((), (True,), (True, samples, samples)):
+        with pytest.raises(ValueError, match="form='evidence'.*no router of transformers can"):
+            to_mixtral(model, *given)
+    with model.only("law"):
+        expected = logits(model.backbone)
+    assert torch.allclose(logits(dense_expert(model, "law")), expected, atol=1e-4)
+    adapted = PeftModel.from_pretrained(
+        model.seed.new_backbone(), save_adapters(model, tmp_path)["law"]
+    )
+    assert torch.allclose(logits(adapted), expected, atol=1e-4)
+
+
 def test_zero_biases_are_none(unified):
     model = unified(form="logistic", norm_topk_prob=True)
     for layer in model.layers:

@@ -113,6 +113,31 @@ def test_delivered_settings_of_the_router_are_kept(unified, tmp_path):
     assert len({id(layer.router.lam) for layer in opened.moe_layers}) == 1
 
 
+@pytest.mark.parametrize("context", ["prompt", "sequence"])
+def test_evidence_goes_there_and_back(context, unified, tokenizer, tmp_path):
+    model = unified(context=context, form="evidence", top_k=3)
+    expected = logits_of(model.backbone)
+    assert torch.equal(logits_of(to_transformers(model)), expected)
+    opened = AutoModelForCausalLM.from_pretrained(save_transformers(model, tmp_path / "delivered"))
+    again = from_transformers(opened, tokenizer)
+    for one in (opened, again.backbone):
+        assert torch.equal(logits_of(one), expected)
+        assert torch.equal(
+            logits_of(one, TEXTS[1:], None), logits_of(model.backbone, TEXTS[1:], None)
+        )
+        assert torch.equal(logits_of(one), expected)
+    for here, there in zip(again.layers, model.layers):
+        assert torch.equal(here.router.center, there.router.center)
+        assert torch.equal(here.router.scale, there.router.scale)
+    assert [layer.router.looks for layer in again.layers] == [1, 2, 3]
+    with again.only("law"), model.only("law"):
+        assert torch.equal(logits_of(again.backbone), logits_of(model.backbone))
+    with torch.no_grad():
+        model.layers[0].router.scale.mul_(2)
+    assert torch.equal(logits_of(again.backbone), expected)
+    assert not torch.equal(logits_of(model.backbone), expected)
+
+
 def test_delivering_keeps_the_attention_and_the_model(unified):
     model = unified()
     model.backbone.set_attn_implementation("eager")

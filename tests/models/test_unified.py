@@ -1,9 +1,12 @@
 "The unified model: what its layers compute, who takes part, how many numbers it has, its folder."
 
+import copy
 import json
 
 import pytest
 import torch
+import torch.nn.functional as F
+from helpers import routing_of
 from networks import close, embed, moved, same, weights
 from safetensors.torch import load_file, save_file
 
@@ -11,6 +14,7 @@ from harmomoe.base.artefacts import digest, read_manifest
 from harmomoe.client.expert import load_expert
 from harmomoe.config.settings import changed
 from harmomoe.data.texts import text_dataset
+from harmomoe.describe.routing import RoutingVectors, form_means, log_ratios, public_units
 from harmomoe.models.decoder import DecoderSeed, untrained_decoder
 from harmomoe.models.evaluate import measure
 from harmomoe.models.model import load_model, read_model
@@ -35,6 +39,9 @@ EVERY = [
     dict(form="moments"),
     dict(form="moments", top_k=2, seed_expert=False, lam=1.0),
     dict(form="moments", top_k=3, norm_topk_prob=True, shared_lam=True, learn_lam=False),
+    dict(form="evidence"),
+    dict(form="evidence", top_k=2, seed_expert=False),
+    dict(form="evidence", top_k=3, norm_topk_prob=True, seed_logit=-2.0),
     dict(top_k=3, seed_expert=False, shared_lam=True),
 ]
 NAMES = [" ".join(f"{k}={v}" for k, v in settings.items()) or "default" for settings in EVERY]
@@ -62,8 +69,16 @@ def new_model(tiny, **settings):
 # ---- what a layer computes
 
 
-def gates(layer, z, settings):
-    "Eq. 6 word by word: the weight of every expert for every token."
+def look(layer, z):
+    "What a layer of evidence says of samples: [B, E]."
+    router, h = layer.router, F.gelu(layer.ffn.c_fc(z))
+    seen = [part for x in (z, h) for part in (x.mean(1), (x.var(1, correction=0) + 1e-6).sqrt())]
+    u = ((torch.cat(seen, 1) - router.center) / router.scale).clamp(-3, 3)
+    return torch.cat([u, u * u], 1) @ router.vectors.T + router.biases
+
+
+def logits(layer, z, settings):
+    "The exponents of Eq. 6 word by word, where a layer needs no other one."
     (e, f), lam = layer.router.vectors.tensor_split([64], 1), layer.router.lam
     assert f.shape[1] == 64 * (settings.form == "moments")
     logits = ((1 - lam) * z + lam * z.mean(1, keepdim=True)) @ e.T
@@ -71,7 +86,16 @@ def gates(layer, z, settings):
         logits = logits + lam * (z.var(1, keepdim=True, correction=0) + 1e-6).sqrt() @ f.T
     if settings.sent_form != "mean":
         logits = logits + layer.router.biases
-    pi = logits.softmax(-1)
+    return logits
+
+
+def gates(layer, z, settings, looks):
+    "The weight of every expert for every token; the looks of the layers before are added to."
+    if settings.form == "evidence":
+        looks.append(look(layer, z))
+        pi = torch.stack(looks).mean(0)[:, None].expand(*z.shape[:2], -1).softmax(-1)
+    else:
+        pi = logits(layer, z, settings).softmax(-1)
     pi = torch.where(pi >= pi.topk(settings.top_k, dim=-1).values[..., -1:], pi, 0.0)
     return pi / pi.sum(-1, keepdim=True) if settings.norm_topk_prob else pi
 
@@ -90,11 +114,11 @@ def test_layer_is_the_weighted_sum_of_dense_experts(
     settings, tokens, merge_with, dense_experts, tiny
 ):
     model = merge_with(**settings)
-    z = torch.randn(*tokens, 64, generator=torch.Generator().manual_seed(0))
+    z, looks = torch.randn(*tokens, 64, generator=torch.Generator().manual_seed(0)), []
     for path, layer in zip(tiny.seed.layers, model.layers):
         layer.tile = 50  # so that many tokens, which go in groups, are several tiles
         ffns = [expert.get_submodule(path) for expert in dense_experts[-len(model.experts) :]]
-        pi = gates(layer, z, model.settings)
+        pi = gates(layer, z, model.settings, looks)
         expected = sum(pi[..., p, None] * ffn(z) for p, ffn in enumerate(ffns))
         assert close(layer(z), expected, 1e-4)
 
@@ -379,6 +403,202 @@ def test_every_part_of_a_model_is_ready_for_inference_when_it_is_made_and_when_i
     assert not any(module.training for module in tiny.seed.backbone.modules())
 
 
+# ---- evidence that adds up
+
+
+@torch.no_grad()
+def probabilities(model, data, batch_size=None):
+    "What the routers of a pass would say if everybody took part: [layers, n, E]."
+    found = [[] for _ in model.layers]
+
+    def watch(rows):
+        def note(router, inputs, output):
+            kept, router.active = router.active, None
+            rows.append(router.probabilities(*inputs))
+            router.active = kept
+
+        return note
+
+    pairs = zip(model.layers, found)
+    handles = [layer.router.register_forward_hook(watch(rows)) for layer, rows in pairs]
+    for batch in model.seed.batches(data, batch_size=batch_size):
+        model.seed.hidden(model.backbone, batch)
+    for handle in handles:
+        handle.remove()
+    for rows in found:  # one decision for all tokens
+        assert all(torch.equal(row, row[:, :1].expand_as(row)) for row in rows)
+        rows[:] = [row[:, 0] for row in rows]
+    return torch.stack([torch.cat(rows) for rows in found])
+
+
+@pytest.mark.parametrize("seed_logit", [0.0, -1.5, 3.0])
+def test_routers_say_the_log_ratios_that_clients_estimated(seed_logit, merge_with, tiny):
+    """Of samples that only the seed's own expert has processed: their representations are those
+    that `form_means` finds in the seed."""
+    model, data = merge_with(form="evidence", seed_logit=seed_logit), tiny.a.test
+    means = form_means("evidence", tiny.seed, tiny.seed.backbone, data)
+    ratios = [tiny.public.log_ratios(routing_of(one), means) for one in tiny.evidence]
+    wanted = torch.stack([torch.full_like(ratios[0], seed_logit), *ratios], -1).softmax(-1)
+    with model.only("seed"):
+        found = probabilities(model, data)
+    assert torch.allclose(found.double(), wanted, atol=1e-4)
+    assert (found[1] - found[0]).abs().max() > 0.01 and found.min() < 0.2 < 0.8 < found.max()
+
+
+@pytest.mark.parametrize("context", ["sequence", "prompt"])
+def test_routers_of_texts_say_the_log_ratios_too(context):
+    "With padding, a gated FFN, and the prompt as all that counts."
+    data = text_dataset(QUESTIONS, "questions")
+    small = untrained_decoder([data], initializer_range=0.3)
+    seed = DecoderSeed(small.model, small.tokenizer, "small", "letter")
+    settings = RouterSettings(top_k=2, context=context, form="evidence")
+    model = UnifiedModel(seed, ["seed", "a", "b"], [0, 4, 2], [0.0, 2.0, 1.0], settings)
+    means = form_means("evidence", seed, seed.backbone, data, context)
+    units, layers = public_units(means), len(seed.layers)
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(layers, 3, 2 * means.shape[-1], generator=generator) / 9
+    biases = torch.randn(layers, 3, generator=generator)
+    model.start_routers(vectors, biases, units)
+    sent = [RoutingVectors(vectors[:, p], biases[:, p], "evidence") for p in range(3)]
+    wanted = torch.stack([log_ratios(one, means, units) for one in sent], -1).softmax(-1)
+    with model.only("seed"):
+        for batch_size in (4, 1):
+            found = probabilities(model, data, batch_size)
+            assert torch.allclose(found.double(), wanted, atol=1e-3)
+    assert layers > 1 and (found[1] - found[0]).abs().max() > 0.1
+
+
+def test_the_members_choose_otherwise_where_they_have_processed_a_sample(merge_with, tiny):
+    model = merge_with(form="evidence", seed_expert=False)
+    with model.only("a"):
+        own = probabilities(model, tiny.a.test)
+    with model.only("b"):
+        other = probabilities(model, tiny.a.test)
+    assert torch.equal(own[0], other[0])  # before the first expert, all are alike
+    assert (own[1] - other[1]).abs().max() > 1e-3
+    with model.only(rows=[["a"], ["b"]] * 6):
+        both = probabilities(model, tiny.a.test)
+    assert close(both[:, ::2], own[:, ::2]) and close(both[:, 1::2], other[:, 1::2])
+
+
+def evidence(merge_with, **settings):
+    return merge_with(form="evidence", **dict(top_k=2) | settings)
+
+
+def chained(model):
+    routers = [layer.router for layer in model.layers]
+    return [router.earlier for router in routers] == [[], routers[:1]]
+
+
+def test_samples_are_what_they_are_alone_in_whatever_batches_they_come(merge_with, tiny):
+    model, data = evidence(merge_with), tiny.a.test
+    whole = probabilities(model, data, 12)
+    for batch_size in (5, 1, 12):
+        assert close(probabilities(model, data, batch_size), whole)
+    first = embed(model, data)
+    assert torch.equal(embed(model, data), first)
+    assert close(embed(model, data.select([7]))[0], first[7])
+    assert torch.equal(embed(model, data), first)
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "pickled", "loaded"])
+def test_copies_of_evidence_add_up_by_themselves(copied, merge_with, tiny, tmp_path):
+    model, data = evidence(merge_with), tiny.a.test
+    batch = next(iter(tiny.seed.batches(data)))
+    tiny.seed.hidden(model.backbone, batch)  # with gradients, as in training
+    expected = embed(model, data)
+    if copied == "loaded":
+        again = load_model(model.save(tmp_path / "model"))
+    elif copied == "pickled":
+        torch.save(model.backbone, tmp_path / "backbone")
+        again = evidence(merge_with)
+        again.backbone = torch.load(tmp_path / "backbone", weights_only=False)
+    else:
+        again = copy.deepcopy(model)
+    assert chained(model) and chained(again)
+    assert torch.equal(embed(again, data), expected)
+    for one, two in zip(again.layers, model.layers):
+        assert one.router is not two.router and torch.equal(one.router.center, two.router.center)
+        assert torch.equal(one.router.scale, two.router.scale) and two.router.scale.std() > 0
+    with torch.no_grad():
+        model.layers[0].router.vectors.neg_()
+    assert torch.equal(embed(again, data), expected) and not close(embed(model, data), expected)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_pass_that_breaks_off_does_not_spoil_the_next_one(place, merge_with, tiny):
+    model, data = evidence(merge_with), tiny.a.test
+    expected = embed(model, data)
+
+    def stop(ffn, inputs):
+        raise KeyboardInterrupt
+
+    for other, samples in ((8, 12), (8, 8), (3, 12)):  # fewer, as many, and fewer again
+        handle = model.layers[place].ffn.c_proj.register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            embed(model, tiny.b.test.select(range(other)))
+        handle.remove()
+        assert close(embed(model, data.select(range(samples))), expected[:samples])
+    assert torch.equal(embed(model, data), expected)
+    copy.deepcopy(model)
+
+
+def test_only_goes_with_evidence_and_is_undone(merge_with, tiny):
+    model, data = evidence(merge_with), tiny.a.test
+    before = embed(model, data)
+    for bundle in tiny.evidence:
+        with model.only(bundle.client):
+            assert close(embed(model, data), embed(bundle.expert(tiny.seed), data))
+    with model.only("seed"):
+        assert close(embed(model, data), tiny.seed.embed(data))
+    with model.only("a", "c"):
+        found = probabilities(model, data)
+        load = observe_routing(model, data).load
+    assert not load[:, [0, 2]].any() and found[..., [0, 2]].any()
+    assert torch.equal(embed(model, data), before)
+
+
+def test_routing_that_is_watched_is_that_of_the_pass(merge_with, tiny):
+    model, data = evidence(merge_with, norm_topk_prob=True), tiny.pool.test
+    pi, before = probabilities(model, data).double(), embed(model, data)
+    seen = observe_routing(model, data, batch_size=5)
+    entropy = torch.special.entr(pi).sum(-1).mean(1) / torch.tensor(4.0).log()
+    assert seen.entropy == pytest.approx(entropy.numpy(), abs=1e-4)
+    best = pi.where(pi >= pi.topk(2, dim=-1).values[..., -1:], 0.0)
+    load = (best / best.sum(-1, keepdim=True)).mean(1)
+    assert seen.load == pytest.approx(load.numpy(), abs=1e-4)
+    assert torch.equal(embed(model, data), before)
+
+
+def test_fine_tuning_moves_every_routing_vector_of_evidence_and_no_unit(merge_with, tune, tiny):
+    model = evidence(merge_with, norm_topk_prob=True)
+    before = weights(model.backbone)
+    units = [(one.router.center.clone(), one.router.scale.clone()) for one in model.layers]
+    changes = moved(tune(model).backbone, before)
+    for path, layer, (center, scale) in zip(tiny.seed.layers, model.layers, units):
+        assert torch.equal(layer.router.center, center) and torch.equal(layer.router.scale, scale)
+        assert f"{path}.router.vectors" in changes and layer.router.lam.item() == 1
+    assert torch.equal(embed(model, tiny.a.test), embed(model, tiny.a.test))
+
+
+@pytest.mark.parametrize("form", ["mean", "moments", "evidence"])
+def test_an_expert_that_is_held_keeps_its_line_of_every_router(form, merge_with, tune):
+    model = merge_with(form=form, top_k=2, norm_topk_prob=True, seed_logit=-1.0)
+    lines = lambda: [
+        torch.cat([p for p in (r.vectors, b) if p is not None], 1).detach().clone()
+        for r in (layer.router for layer in model.layers)
+        for b in [None if r.biases is None else r.biases[:, None]]
+    ]
+    before = lines()
+    assert model.hold("b") is model
+    tune(model)
+    for old, new in zip(before, lines()):
+        same_line = (old == new).all(1)
+        assert same_line.tolist() == [False, False, True, False]
+    with pytest.raises(ValueError, match="no expert 'd'"):
+        model.hold("d")
+
+
 # ---- how many numbers
 
 
@@ -389,6 +609,7 @@ def test_every_part_of_a_model_is_ready_for_inference_when_it_is_made_and_when_i
         (dict(shared_lam=True), 2 * 3 * 64 + 1),
         (dict(form="logistic"), 2 * (3 * 65 + 1)),
         (dict(form="moments"), 2 * (3 * 129 + 1)),
+        (dict(form="evidence"), 2 * (3 * (4 * (64 + 256) + 1) + 1)),
     ],
     ids=str,
 )
@@ -465,16 +686,22 @@ def with_another(tensors):
     tensors["transformer.resblocks.7.mlp.a.c_fc"] = torch.zeros(1)
 
 
+def without_units(tensors):
+    del tensors["transformer.resblocks.1.mlp.router.scale"]
+
+
 WRONG = {
     without: "lacks the tensor transformer.resblocks.1.mlp.a.c_fc",
     of_another_shape: r"0.mlp.router.vectors is \[3, 64\], but must be \[4, 64\]",
+    without_units: "lacks the tensor transformer.resblocks.1.mlp.router.scale",
     with_another: "a tensor that no layer uses: transformer.resblocks.7",
 }
 
 
 @pytest.mark.parametrize("change", WRONG, ids=lambda change: change.__name__)
 def test_tensors_that_do_not_fit_are_refused_and_named(change, merge_with, tmp_path):
-    file = merge_with().save(tmp_path / "model") / "moe.safetensors"
+    form = "evidence" if change is without_units else "mean"
+    file = merge_with(form=form).save(tmp_path / "model") / "moe.safetensors"
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file)

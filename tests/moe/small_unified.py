@@ -56,6 +56,9 @@ def randomise(layers):
             for p in (*layer.a.values(), *layer.b.values(), router.vectors, router.biases):
                 if p is not None:
                     p.normal_(std=0.3)
+            if hasattr(router, "center"):
+                router.center.normal_(std=0.3)
+                router.scale.uniform_(0.5, 2)
 
 
 def build(family="llama", tied=False, size=None, **router):

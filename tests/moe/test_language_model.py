@@ -75,7 +75,7 @@ def test_it_writes_the_same_with_and_without_a_cache(family, how):
 
 
 @families
-@pytest.mark.parametrize("form", ["logistic", "moments"])
+@pytest.mark.parametrize("form", ["logistic", "moments", "evidence"])
 @pytest.mark.parametrize("how", [dict(), dict(num_beams=3)], ids=["greedy", "beams"])
 def test_with_the_prompt_as_context_the_cache_keeps_what_the_first_pass_found(family, form, how):
     model, settings = build(family, context="prompt", form=form), WHOLE | how
@@ -177,8 +177,9 @@ def test_it_writes_from_embeddings_and_after_a_prompt_in_chunks():
 
 
 @families
-def test_the_whole_sequence_as_context_needs_no_cache(family):
-    model = build(family, context="sequence", form="moments")
+@pytest.mark.parametrize("form", ["moments", "evidence"])
+def test_the_whole_sequence_as_context_needs_no_cache(family, form):
+    model = build(family, context="sequence", form=form)
     assert close(logits_of(model)[0, 3:], logits_of(model, TEXTS[:1, 3:], None)[0])
     told = "context='prefix' or 'prompt', or generate with use_cache=False"
     with pytest.raises(ValueError, match=told):
@@ -446,6 +447,47 @@ def test_layers_may_lie_on_disk(family, tmp_path):
     assert torch.equal(written, shared(family).generate(TEXTS, **settings))
 
 
+@pytest.mark.parametrize("context", ["prompt", "sequence"])
+def test_saved_and_loaded_evidence_adds_up_as_before(context, tmp_path):
+    model = build(context=context, form="evidence", top_k=3)
+    expected = logits_of(model, prompt_mask=LEFT)
+    model.save_pretrained(tmp_path / "model")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    before = None
+    for layer, other in zip(again.moe_layers, model.moe_layers):
+        assert layer.router.earlier == ([] if before is None else [before])
+        assert torch.equal(layer.router.center, other.router.center)
+        assert torch.equal(layer.router.scale, other.router.scale)
+        before = layer.router
+    assert torch.equal(logits_of(again, prompt_mask=LEFT), expected)
+    alone = logits_of(again, TEXTS[:1, 3:], None)
+    assert close(expected[0, 3:], alone[0])
+    assert torch.equal(logits_of(again, prompt_mask=LEFT), expected)
+    with torch.no_grad():
+        again.moe_layers[0].router.scale.fill_(1.0)
+    assert not close(logits_of(again, prompt_mask=LEFT)[0, 3:], expected[0, 3:])
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    router = half.moe_layers[1].router
+    assert {x.dtype for x in router.state_dict().values()} == {torch.float32}
+    assert torch.equal(router.center, model.moe_layers[1].router.center)
+    places = {f"backbone.model.{part}": "cpu" for part in ("embed_tokens", "norm", "rotary_emb")}
+    places |= {f"backbone.model.layers.{k}": ("cpu", "disk")[k == 1] for k in range(3)}
+    there = dict(device_map=places | {"backbone.lm_head": "cpu"}, offload_folder=tmp_path / "disk")
+    apart = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **there)
+    assert any(p.is_meta for p in apart.moe_layers[1].parameters())
+    assert torch.equal(logits_of(apart, prompt_mask=LEFT), expected)
+
+
+@pytest.mark.parametrize("lost", ["router.center", "router.scale"])
+def test_a_folder_without_the_pools_units_is_refused(lost, tmp_path):
+    build(context="sequence", form="evidence").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights[f"backbone.model.layers.1.mlp.{lost}"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"lacks 1 weights of the model, for .*1.mlp.{lost}"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 def test_a_shared_lambda_is_one_parameter_before_and_after(tmp_path):
     model = build(shared_lam=True, lam=0.5)
     with torch.no_grad():
@@ -465,10 +507,13 @@ def test_a_shared_lambda_is_one_parameter_before_and_after(tmp_path):
 
 
 @pytest.mark.parametrize("learn", [True, False])
-def test_a_fixed_lambda_stays_fixed(learn, tmp_path):
-    build(learn_lam=learn).save_pretrained(tmp_path)
+@pytest.mark.parametrize("form", ["logistic", "evidence"])
+def test_a_fixed_lambda_stays_fixed(form, learn, tmp_path):
+    "In the form 'evidence' there is nothing for it to learn."
+    build(context="sequence", form=form, learn_lam=learn).save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert {layer.router.lam.requires_grad for layer in again.moe_layers} == {learn}
+    learning = {layer.router.lam.requires_grad for layer in again.moe_layers}
+    assert learning == {learn and form == "logistic"}
 
 
 @pytest.mark.parametrize(
@@ -559,7 +604,8 @@ def run_elsewhere(code, folder, *arguments):
 def test_a_folder_is_enough(tmp_path):
     """Without harmomoe, by the code in the folder: the same logits; saved from there, another
     such folder."""
-    first, second = build("qwen3", tied=True, shared_lam=True), build("gemma2", context="sequence")
+    first = build("qwen3", tied=True, shared_lam=True)
+    second = build("gemma2", context="sequence", form="evidence")
     for name, model in dict(first=first, second=second).items():
         model.save_pretrained(tmp_path / name)
     router = tmp_path / "second/router.py"
@@ -589,9 +635,14 @@ def frozen_and_learning(model):
 
 
 @families
-def test_experts_and_routers_learn_and_the_seed_does_not(family):
-    model = build(family).train()
+@pytest.mark.parametrize(
+    "router", [dict(), dict(context="sequence", form="evidence")], ids=["lambdas", "evidence"]
+)
+def test_experts_and_routers_learn_and_the_seed_does_not(family, router):
+    model = build(family, **router).train()
     frozen, learning = frozen_and_learning(model)
+    if router:  # which has no lambda to learn
+        frozen = {name: p for name, p in frozen.items() if not name.endswith(".router.lam")}
     assert all(".mlp.a." in name or ".mlp.b." in name or ".router." in name for name in learning)
     assert not any(".mlp.a." in name or ".mlp.b." in name or ".router." in name for name in frozen)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
@@ -673,6 +724,22 @@ def test_gradient_checkpointing_changes_no_gradient(family, reentrant, context):
     assert all(close(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("reentrant", [False, True], ids=["anew", "reentrant"])
+def test_evidence_of_layers_that_are_computed_apart_is_refused(reentrant):
+    "Gradient checkpointing would lose, or mix up, what earlier layers said."
+    model = build(context="sequence", form="evidence").train()
+    expected = gradients(model, (TEXTS, LEFT))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+        with pytest.raises(ValueError, match="adds up over the layers, and gradient checkpointing"):
+            gradients(model, (TEXTS, LEFT))
+        assert logits_of(model.eval()).isfinite().all()  # it is a matter of training alone
+        model.gradient_checkpointing_disable()
+    found = gradients(model.train(), (TEXTS, LEFT))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize(
     "targets",
     [["q_proj", "v_proj"], ["gate_proj", "up_proj", "down_proj"], "all-linear"],
@@ -729,8 +796,11 @@ def pickled(model):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_a_copy_has_its_own_context(copied):
-    model = build()
+@pytest.mark.parametrize("form", ["logistic", "evidence"])
+def test_a_copy_has_its_own_context(copied, form):
+    router = dict(form=form, context="prefix" if form == "logistic" else "prompt")
+    model = build(**router)
+    model(TEXTS, attention_mask=LEFT)  # with gradients, as in training
     again = copied(model)
     expected = logits_of(model)
     assert torch.equal(logits_of(again), expected)
@@ -740,7 +810,8 @@ def test_a_copy_has_its_own_context(copied):
     assert torch.equal(logits_of(again), expected) and not torch.equal(logits_of(model), expected)
     assert not any(layer.context for layer in (*model.moe_layers, *again.moe_layers))
     settings = dict(attention_mask=LEFT) | WHOLE
-    assert torch.equal(again.generate(TEXTS, **settings), shared().generate(TEXTS, **settings))
+    fresh = build(**router)
+    assert torch.equal(again.generate(TEXTS, **settings), fresh.generate(TEXTS, **settings))
 
 
 @compiles

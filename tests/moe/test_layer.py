@@ -1,7 +1,10 @@
 "The Mixture-of-Experts layer where each sample has members of its own."
 
+import copy
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -26,6 +29,7 @@ routers = pytest.mark.parametrize(
         dict(top_k=2, norm_topk_prob=True),
         dict(top_k=3, norm_topk_prob=True, form="moments"),
         dict(top_k=2, form="logistic", lam=1.0),
+        dict(top_k=2, form="evidence"),
     ],
     ids=str,
 )
@@ -43,6 +47,9 @@ def new_layer(dtype=torch.float32, **settings):
             p.normal_(std=0.3)
         if layer.router.biases is not None:
             layer.router.biases.normal_()
+        if settings.get("form") == "evidence":
+            layer.router.center.normal_(std=0.3)
+            layer.router.scale.uniform_(0.5, 2)
     return layer.to(dtype)
 
 
@@ -77,6 +84,28 @@ def test_each_sample_is_what_it_is_alone_with_its_members(router, tokens):
     together = layer(z)
     assert close(together, alone(layer, z), 1e-12)
     assert close(together[:1], free[:1], 1e-12) and not close(together[1:], free[1:], 1e-3)
+
+
+@torch.no_grad()
+@tokens
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_a_router_that_looks_at_hidden_activations_changes_no_expert(top_k, tokens):
+    "They are computed once, for the router and for the experts, which use them up."
+    layer, z = (
+        new_layer(torch.float64, top_k=top_k, form="evidence"),
+        samples(tokens, torch.float64),
+    )
+    layer.tile = 50
+    found, hidden = layer(z), F.silu(layer.ffn.gate_proj(z)) * layer.ffn.up_proj(z)
+    pi, expected = layer.router.probabilities(z, Context(), hidden), 0.0
+    pi = torch.where(pi >= pi.topk(top_k, dim=-1).values[..., -1:], pi, 0.0)
+    for p in range(len(RANKS)):
+        ffn, mine = copy.deepcopy(layer.ffn), layer.owner == p
+        for name in layer.layout.linears:
+            change = layer.b[name][mine].T @ layer.a[name][mine]
+            getattr(ffn, name).weight += SCALES[p] * change
+        expected = expected + pi[..., p, None] * ffn(z)
+    assert close(found, expected, 1e-10) and torch.equal(layer(z), found)
 
 
 @torch.no_grad()

@@ -1,12 +1,16 @@
-"The router: biases, padding, what the spread adds, and a lambda that may step over its bounds."
+"""The router: biases, padding, what the spread adds, a lambda that may step over its bounds, and
+evidence that adds up over the layers."""
 
+import copy
+import io
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from harmomoe.moe.context import FORMS, Context
-from harmomoe.moe.router import Router, RouterSettings
+from harmomoe.moe.router import EvidenceRouter, Router, RouterSettings
 
 close = partial(torch.allclose, atol=1e-5)
 
@@ -103,7 +107,7 @@ def test_lambda_that_stepped_over_a_bound_can_come_back(start, way, width):
 
 def test_clients_send_means_unless_the_router_starts_from_density_ratios():
     forms = {form: RouterSettings(form=form).sent_form for form in (*FORMS, "random")}
-    assert forms == dict(mean="mean", logistic="logistic", moments="moments", random="mean")
+    assert forms == {form: form for form in FORMS} | dict(random="mean")
 
 
 # ---- members
@@ -122,3 +126,170 @@ def test_members_of_a_pass_go_before_those_of_the_router():
     as_numbers = router.probabilities(z, Context(active=each.long()))
     assert torch.equal(as_numbers, found)
     assert torch.equal(router(z)[1].unique(), torch.tensor([0]))
+
+
+# ---- evidence
+
+
+D, M, E = 5, 7, 3  # sizes of tokens and of hidden activations, and the number of experts
+
+
+def chain(layers=3, top_k=1, dtype=torch.float64):
+    "Routers of several layers with random numbers, each with the one before it."
+    torch.manual_seed(0)
+    routers = []
+    for _ in range(layers):
+        earlier = routers[-1] if routers else None
+        vectors, biases = torch.randn(E, 4 * (D + M)) / 4, torch.randn(E)
+        router = EvidenceRouter(vectors, top_k, biases=biases, earlier=earlier)
+        nn.init.normal_(router.center)
+        nn.init.uniform_(router.scale, 0.3, 1.5)
+        routers.append(router)
+    return nn.ModuleList(routers).to(dtype)
+
+
+def tokens_of(layers=3, samples=4, tokens=6, dtype=torch.float64):
+    "What enters the layers, and hidden activations: [B, T, d] and [B, T, m] for each."
+    draw = lambda size, k: normal(samples, tokens, size, random_state=k).to(dtype)
+    return [(draw(D, 10 + k), draw(M, 20 + k)) for k in range(layers)]
+
+
+def run(routers, seen, mask=None, **how):
+    "Probabilities in every layer of one pass."
+    context = Context(mask, **how)
+    return [router.probabilities(z, context, h) for router, (z, h) in zip(routers, seen)]
+
+
+def f(router, z, h):
+    "What a layer says of one sample without padding, [T, d] and [T, m], by the definition."
+    parts = [part for x in (z, h) for part in (x.mean(0), (x.var(0, correction=0) + 1e-6).sqrt())]
+    e, q = router.vectors.chunk(2, 1)
+    u = (torch.cat(parts) - router.center) / router.scale
+    u = u.where(u.abs() <= 3, 3 * u.sign())
+    return e @ u + q @ (u * u) + router.biases
+
+
+def test_each_layer_decides_by_the_mean_of_all_looks_so_far():
+    routers, seen = chain(), tokens_of()
+    found, clipped = run(routers, seen), 0
+    for sample in range(4):
+        looks = [f(router, z[sample], h[sample]) for router, (z, h) in zip(routers, seen)]
+        for layer in range(3):
+            wanted = torch.stack(looks[: layer + 1]).mean(0).softmax(0)
+            assert torch.allclose(found[layer][sample], wanted.expand(6, E), atol=1e-12)
+    for router, (z, _) in zip(routers, seen):
+        clipped += ((z.mean(1) - router.center[:D]) / router.scale[:D] > 3).sum()
+    assert clipped > 0 and not torch.allclose(found[2], found[1])
+
+
+def test_padding_and_company_change_nothing_of_what_adds_up():
+    routers, seen = chain(), tokens_of()
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    mask[0, 2:], mask[2, :3] = False, False
+    expected = run(routers, [(z[:1, :2], h[:1, :2]) for z, h in seen])
+    for padding in (0.0, 1e3):
+        put = lambda x: torch.where(mask[..., None], x, padding)
+        found = run(routers, [(put(z), put(h)) for z, h in seen], mask)
+        for one, two in zip(found, expected):
+            assert torch.allclose(one[0], two[0, :1].expand(6, E), atol=1e-12)
+    whole = run(routers, seen)
+    for sample in range(4):
+        alone = run(routers, [(z[sample, None], h[sample, None]) for z, h in seen])
+        assert all(torch.allclose(x[sample], y[0], atol=1e-12) for x, y in zip(whole, alone))
+
+
+def test_a_router_can_be_asked_again_as_those_do_who_watch_it():
+    routers, seen = chain(), tokens_of()
+    first = run(routers, seen)
+    for router, (z, h), pi in zip(routers, seen, first):
+        assert torch.equal(router.probabilities(z, Context(), h), pi)
+        assert torch.equal(router(z, Context(), h)[0], pi.max(-1, keepdim=True).values)
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+def test_a_pass_that_was_interrupted_leaves_nothing_for_the_next_one(stop):
+    routers, seen = chain(), tokens_of()
+    expected = run(routers, seen)
+    for samples in (4, 2):  # as many, and fewer
+        run(routers[:stop], [(5 * z[:samples], h[:samples]) for z, h in seen])
+        assert all(torch.equal(one, two) for one, two in zip(run(routers, seen), expected))
+
+
+def test_a_layer_without_the_one_before_it_is_one_clear_error():
+    routers, seen = chain(), tokens_of()
+    with pytest.raises(ValueError, match="which has not seen this batch: run the layers in their"):
+        routers[1].probabilities(seen[1][0], Context(), seen[1][1])
+    run(routers, seen)
+    with pytest.raises(ValueError, match="which has not seen this batch"):
+        routers[1].probabilities(seen[1][0][:3], Context(), seen[1][1][:3])
+
+
+def test_every_look_so_far_learns_from_a_layers_decision_and_no_later_one():
+    routers, seen = chain(), tokens_of()
+    for layer in range(3):
+        routers.zero_grad()
+        run(routers, seen)[layer][..., 0].sum().backward()
+        for index, router in enumerate(routers):
+            learns = router.vectors.grad is not None and router.vectors.grad.abs().max() > 1e-6
+            assert learns == (index <= layer)
+    assert not any(router.lam.requires_grad for router in routers)
+
+
+def pickled(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_copies_add_up_by_themselves(copied):
+    routers, seen = chain(), tokens_of()
+    expected = run(routers, seen)  # with gradients, whose graph cannot be copied
+    again = copied(routers)
+    assert [router.earlier for router in again] == [[], [again[0]], [again[1]]]
+    assert not any(router.total is not None for router in again)
+    with torch.no_grad():
+        routers[0].vectors.zero_()
+    assert all(torch.equal(one, two) for one, two in zip(run(again, seen), expected))
+    assert not torch.allclose(run(routers, seen)[2], expected[2])
+
+
+def test_a_router_holds_its_own_numbers_and_not_those_before_it():
+    routers = chain()
+    for router in routers:
+        assert set(router.state_dict()) == {"vectors", "biases", "lam", "center", "scale"}
+        assert len([*router.modules()]) == 1 and len([*router.parameters()]) == 3
+    assert [router.looks for router in routers] == [1, 2, 3]
+
+
+def test_who_is_switched_off_or_shifted_is_so_in_each_layer_alone():
+    routers, seen = chain(top_k=2), tokens_of()
+    free = run(routers, seen)
+    routers[0].active = torch.tensor([True, False, True])
+    routers[1].shift = torch.tensor([0.0, 1.0, -2.0])
+    first, second, third = run(routers, seen)
+    on = free[0][..., [0, 2]]
+    assert not first[..., 1].any()
+    assert torch.allclose(first[..., [0, 2]], on / on.sum(-1, keepdim=True), atol=1e-12)
+    wanted = (free[1].log() + routers[1].shift).softmax(-1)
+    assert torch.allclose(second, wanted, atol=1e-12)
+    assert torch.equal(third, free[2])  # what was seen stays what it was
+
+
+def test_in_half_precision_what_adds_up_is_in_float32():
+    routers = chain(dtype=torch.float32)
+    wide, half = tokens_of(dtype=torch.float32), tokens_of(dtype=torch.bfloat16)
+    expected, found = run(routers, wide), run(routers, half)
+    assert {pi.dtype for pi in found} == {torch.float32}
+    rounded = run(routers, [(z.float(), h.float()) for z, h in half])
+    assert all(torch.equal(one, two) for one, two in zip(found, rounded))
+    assert all(torch.allclose(one, two, atol=0.1) for one, two in zip(found, expected))
+
+
+def test_a_prefix_has_no_spread():
+    routers, seen = chain(), tokens_of()
+    with pytest.raises(ValueError, match="need the whole sequence, or prompt"):
+        run(routers, seen, reach="prefix")
+    with pytest.raises(ValueError, match="form is 'evidence', which needs the whole sequence"):
+        RouterSettings(form="evidence", context="prefix")

@@ -7,7 +7,7 @@ from networks import close, embed, moved, same, weights
 from harmomoe.config.settings import changed
 from harmomoe.models.model import load_model
 from harmomoe.models.training import Checkpoint
-from harmomoe.moe.context import FORMS
+from harmomoe.moe.context import FORMS, vector_size
 from harmomoe.server.finetune import finetune, proxy_union
 
 
@@ -65,12 +65,13 @@ def test_no_epochs_change_nothing(merge_with, tune):
 def test_biases_are_there_to_be_trained_where_vectors_are_density_ratios(
     form, merge_with, tune, tiny
 ):
-    model, ratios = merge_with(form=form), form in ("logistic", "moments")
+    model, ratios = merge_with(form=form), form not in ("mean", "random")
     before = weights(model.backbone)
     biases = {name for name in before if name.endswith("router.biases")}
     assert biases == {f"{layer}.router.biases" for layer in tiny.seed.layers if ratios}
     assert biases <= moved(tune(model).backbone, before)
-    count = 2 * (4 * (64 * FORMS.get(form, 1) + ratios) + 1)
+    width = vector_size("mean" if form == "random" else form, 64, 256)
+    count = 2 * (4 * (width + ratios) + 1)
     assert model.parameter_groups()["routers"] == count
 
 

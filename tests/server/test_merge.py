@@ -58,6 +58,28 @@ def test_first_column_is_the_seeds_own(form, merge_with, tiny_public):
         assert layer.router.biases is None or layer.router.biases[0] == own.biases[index]
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seed_expert", [True, False], ids=["with the seed", "without"])
+def test_the_seeds_own_expert_has_its_logit_where_vectors_are_ratios(form, seed_expert, merge_with):
+    plain = merge_with(form=form, seed_expert=seed_expert)
+    other = merge_with(form=form, seed_expert=seed_expert, seed_logit=-2.5)
+    if form == "mean" or not seed_expert:
+        assert same(plain.backbone, other.backbone)
+        return
+    for one, two in zip(plain.layers, other.layers):
+        assert two.router.biases[0] == -2.5 and not two.router.vectors[0].any()
+        assert torch.equal(one.router.biases[1:], two.router.biases[1:])
+        assert torch.equal(one.router.vectors, two.router.vectors)
+
+
+def test_evidence_counts_in_the_units_of_the_public_sample(merge_with, tiny):
+    center, scale = tiny.public.units
+    for index, layer in enumerate(merge_with(form="evidence").layers):
+        assert torch.equal(layer.router.center, center[index])
+        assert torch.equal(layer.router.scale, scale[index])
+        assert layer.router.looks == index + 1 and not layer.router.lam.requires_grad
+
+
 def test_seeds_weights_are_in_the_model_unchanged(merge_with, tiny):
     before = tiny.seed.identity
     model = merge_with()
@@ -133,7 +155,12 @@ def test_a_router_has_a_name_or_stays(tiny):
     for name in ("best", "", "Paper"):
         with pytest.raises(ValueError, match=f"router is {name!r}, but must be one of preset, pap"):
             choose_router(config, name)
-    for form, other in (("mean", "ratios"), ("random", "ratios"), ("moments", "paper")):
+    for form, other in (
+        ("mean", "ratios"),
+        ("random", "ratios"),
+        ("moments", "paper"),
+        ("evidence", "paper"),
+    ):
         assert other_router(RouterSettings(form=form)) == other
 
 

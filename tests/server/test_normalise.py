@@ -10,7 +10,7 @@ from helpers import routing_of
 
 from harmomoe.base.artefacts import stages_run
 from harmomoe.config.settings import changed
-from harmomoe.describe.routing import RoutingVectors, form_means
+from harmomoe.describe.routing import RoutingVectors, form_means, log_ratios
 from harmomoe.moe.context import FORMS
 from harmomoe.moe.router import RouterSettings
 from harmomoe.server.merge import merge
@@ -44,14 +44,29 @@ def with_form(tiny, form, **settings):
     )
 
 
+def written_out(vectors, biases, means, public, form):
+    "Logits of samples in each layer, float64 [layers, n]."
+    e, b, z = vectors.double(), biases.double()[:, None], means.double()
+    if form != "evidence":
+        return torch.einsum("lns,ls->ln", z, e) + b
+    center, scale = (unit.double()[:, None] for unit in public.units)
+    u = ((z - center) / scale).clamp(-3, 3)
+    looks = torch.einsum("lns,ls->ln", torch.cat([u, u * u], -1), e) + b
+    return torch.stack([looks[: layer + 1].mean(0) for layer in range(len(looks))])
+
+
+def ratios_of(bundle, means, public):
+    own = routing_of(bundle)
+    return written_out(own.vectors, own.biases, means, public, own.form)
+
+
 def shares(bundles, public):
     "Of the public sample in the seed, by expert, mean over layers; written out."
-    form, rows = public.config.router.form, []
-    routings = [public.routing(form), *(routing_of(bundle) for bundle in bundles)]
-    for layer, z in enumerate(public.means(form)):
-        logits = torch.stack([z @ r.vectors[layer] + r.biases[layer] for r in routings], 1)
-        rows.append(torch.bincount(logits.argmax(1), minlength=len(routings)) / len(z))
-    return torch.stack(rows).mean(0)
+    form = public.config.router.form
+    own, means = public.routing(form), public.means(form)
+    logits = [written_out(own.vectors, own.biases, means, public, form)]
+    logits = torch.stack(logits + [ratios_of(bundle, means, public) for bundle in bundles], -1)
+    return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double().mean((0, 1))
 
 
 # ---- the law
@@ -66,16 +81,16 @@ def test_log_mean_is_that_of_gaussians_in_closed_form(factor, raised):
     center, e = rng.normal(size=d), rng.normal(size=d)
     b = -e @ center - e @ shape.T @ shape @ e / 2  # so that it is a ratio
     given = torch.tensor(factor * e)[None], torch.tensor([factor * b + raised])
-    found = log_mean_ratio(
-        RoutingVectors(*given, "logistic"), torch.tensor(center + cloud @ shape)[None]
-    )
+    samples = torch.tensor(center + cloud @ shape)[None]
+    found = log_mean_ratio(log_ratios(RoutingVectors(*given, "logistic"), samples))
     wanted = factor * (factor - 1) / 2 * (e @ shape.T @ shape @ e) + raised
     assert found.dtype == torch.float64 and found.item() == pytest.approx(wanted, abs=0.03)
 
 
 def test_log_mean_survives_what_exp_does_not():
     vectors, samples = torch.full((1, 3), 1e9), torch.full((1, 5, 3), 1e9)
-    found = log_mean_ratio(RoutingVectors(vectors, torch.zeros(1), "logistic"), samples)
+    ratios = log_ratios(RoutingVectors(vectors, torch.zeros(1), "logistic"), samples)
+    found = log_mean_ratio(ratios)
     assert found.item() == pytest.approx(3e18)
 
 
@@ -86,7 +101,7 @@ def test_ratio_of_two_samples_is_exactly_one_on_the_reference():
     e = math.log(p[1] / p0[1]) - b
     given = torch.tensor([[e]], dtype=torch.float64), torch.tensor([b], dtype=torch.float64)
     exact = RoutingVectors(*given, "logistic")
-    assert log_mean_ratio(exact, points).item() == pytest.approx(0, abs=1e-12)
+    assert log_mean_ratio(log_ratios(exact, points)).item() == pytest.approx(0, abs=1e-12)
 
 
 def test_both_halves_of_the_reference_count_and_the_seed_by_itself():
@@ -107,10 +122,8 @@ def test_claim_is_made_of_the_clients_own_reference(form, tiny):
     backbone = bundle.expert(tiny.seed).backbone
     found = claim(bundle, public)
     for name, network in (("in_seed", tiny.seed.backbone), ("in_expert", backbone)):
-        means = form_means(form, tiny.seed, network, public.sample).double()
-        given = means, routing_of(bundle).vectors, routing_of(bundle).biases
-        logits = torch.stack([z @ e.double() + b for z, e, b in zip(*given)])
-        wanted = logits.exp().mean(1).log()
+        means = form_means(form, tiny.seed, network, public.sample)
+        wanted = ratios_of(bundle, means, public).exp().mean(1).log()
         assert torch.allclose(torch.tensor(getattr(found, name)).double(), wanted, atol=1e-6)
 
 
@@ -192,11 +205,43 @@ def test_raised_biases_are_taken_back(form, who, tiny):
     for k in {0, 1, 2} - {who}:
         assert done[k] is honest[k] and report[k].is_none
     before, after = routing_of(honest[who]).biases, routing_of(done[who]).biases
-    assert torch.allclose(after.double(), before.double() + 20 - torch.tensor(lowered), atol=1e-5)
+    change = after.double() - before.double() - 20
+    if form == "evidence":  # a layer decides by the mean of all looks so far
+        change = change.cumsum(0) / torch.tensor([1, 2])
+    assert torch.allclose(change, -torch.tensor(lowered), atol=1e-5)
     assert torch.equal(routing_of(done[who]).vectors, routing_of(honest[who]).vectors)
     claims = [claim(bundle, public) for bundle in done]
     others = np.median([one.in_seed for k, one in enumerate(claims) if k != who], 0)
     assert (np.array(claims[who].in_seed) <= others + 1e-4).all() and claims[who].is_ratio
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_evidence_is_lowered_in_each_layer_by_what_is_said_and_not_more(layer, tiny):
+    """A bias is part of the mean in its own layer and in all later ones, so what an earlier layer
+    gave back does not have to be given back again."""
+    public, honest = with_form(tiny, "evidence"), tiny.evidence
+    biases = routing_of(honest[1]).biases.clone()
+    biases[layer] += 40
+    hostile = [honest[0], routed(honest[1], biases=biases), honest[2]]
+    done, report = normalise(hostile, public)
+    lowered = torch.tensor(report[1].lowered, dtype=torch.float64)
+    assert lowered[layer] > 10 and (layer == 0 or lowered[0] < 1)
+    assert 15 < lowered[1] < 25  # half of what was raised, as it is one look of two
+    assert done[0] is honest[0] and done[2] is honest[2]
+    assert report[0].is_none and report[2].is_none and not report[1].is_none
+    assert torch.equal(routing_of(done[1]).vectors, routing_of(honest[1]).vectors)
+    own = form_means("evidence", tiny.seed, honest[1].expert(tiny.seed).backbone, public.sample)
+    for means in (public.means("evidence"), own):
+        before, after = (ratios_of(bundles[1], means, public) for bundles in (hostile, done))
+        assert torch.allclose(before - after, lowered[:, None].expand_as(before), atol=1e-5)
+    after = routing_of(done[1]).biases
+    if layer == 0:  # the second look was honest, and about stays what it was
+        assert (after[1] - biases[1]).abs() < 8 < 10 < (after[0] - biases[0]).abs()
+    claims = [claim(bundle, public) for bundle in done]
+    sound = np.median([[one.in_seed, one.in_expert] for one in (claims[0], claims[2])], 0)
+    found = np.array([claims[1].in_seed, claims[1].in_expert])
+    assert (found <= sound + 1e-4).all() and claims[1].is_ratio
+    assert np.isclose(found, sound, atol=1e-4).any(0)[layer]  # and it is the least that does
 
 
 def test_biases_are_never_raised():
@@ -310,10 +355,13 @@ def test_shares_are_those_of_the_router(form, seed_expert, tiny):
     report, means = normalise(tiny.sent[form], public)[1], public.means(form)
     for layer in range(2):
         model = merge(tiny.sent[form], public)
-        router = model.layers[layer].router
-        logits = means[layer] @ router.vectors.T.detach()
-        if router.biases is not None:
-            logits = logits + router.biases.detach()
+        routers = [layer.router for layer in model.layers]
+        vectors = torch.stack([router.vectors.detach() for router in routers], 1)
+        biases = torch.zeros(vectors.shape[:2])
+        if form != "mean":
+            biases = torch.stack([router.biases.detach() for router in routers], 1)
+        logits = [written_out(*pair, means, public, form)[layer] for pair in zip(vectors, biases)]
+        logits = torch.stack(logits, 1)
         wanted = torch.bincount(logits.argmax(1), minlength=len(model.experts)) / len(logits)
         found = [one.share[layer] for one in report]
         assert found == pytest.approx(wanted[seed_expert:].tolist(), abs=1e-6)
