@@ -19,7 +19,8 @@ from harmomoe.server.merge import ROUTERS
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "nbs"
 SETTINGS = (
     "proxies.candidates=40, proxies.number=12, routing.public_samples=40, expert.rank=4, "
-    "expert.epochs=2, expert.batch_size=16, finetune.epochs=1, finetune.batch_size=16"
+    "expert.epochs=2, expert.batch_size=16, gate.epochs=1, gate.batch_size=16, "
+    "finetune.epochs=1, finetune.batch_size=16"
 )
 POLICY = "leave: [adapter, routing, proxies]\nguarantee: none\nprivate_samples: 10\n"
 
@@ -72,17 +73,18 @@ def test_from_an_invitation_to_one_model(world, play, tiny, tmp_path):
     space = play("server", **server_of(world, tmp_path / "out"))
     assert [arrival.client for arrival in space["arrivals"]] == ["a", "b", "c"]
     model = load_model(tmp_path / "out" / "model")
-    assert model.experts == ["a", "b", "c"]
+    assert model.experts == ["seed", "a", "b", "c"] and model.settings == ROUTERS["evidence"]
     assert [part.client for part in model.lineage] == ["a", "b", "c"]
     assert measure(model, tiny.a.test, tiny.a.classes).n == 12
     assert list(space["members"].index) == ["a", "b", "c"]
-    assert space["members"]["routing share, %"].sum() == pytest.approx(100)
+    own = 100 * space["shares"]["seed"]  # which is no member
+    assert space["members"]["routing share, %"].sum() == pytest.approx(100 - own)
 
 
 def test_the_server_delivers_either_router_from_the_same_bundles(world, play, tmp_path):
     "The invitation asked for two forms; which is used is a parameter of the server."
     asked = read_invitation(world / "invitation.yaml")
-    assert asked.forms == ("mean", "moments") and asked.settings.router.form == "moments"
+    assert asked.forms == ("mean", "evidence") and asked.settings.router.form == "evidence"
     before = stamps(world)
     given = dict(router="paper", settings="router.lam=0.5, finetune.epochs=0", screen=False)
     play("server", **server_of(world, tmp_path / "out", **given))
@@ -94,8 +96,12 @@ def test_the_server_delivers_either_router_from_the_same_bundles(world, play, tm
 @pytest.mark.parametrize(
     "wrong, said",
     [
-        (dict(router="best"), "router is 'best', but must be one of preset, paper, ratios"),
-        (dict(settings="router.form=logistic"), "asked for mean, moments: choose one of these"),
+        (
+            dict(router="best"),
+            "router is 'best', but must be one of preset, paper, ratios, evidence",
+        ),
+        (dict(router="ratios"), "form is 'moments', but clients were asked for mean, evidence"),
+        (dict(settings="router.form=logistic"), "asked for mean, evidence: choose one of these"),
         (dict(settings="expert.rank=2"), "expert went into the bundles and cannot be changed"),
         (dict(settings="router.topk=2"), "unknown field 'router.topk'"),
     ],
@@ -129,7 +135,7 @@ def test_somebody_leaves_and_the_model_is_one_that_it_never_joined(world, play, 
     play("server", **given, drop="b")
     play("server", **server_of(world, tmp_path / "never", bundles=str(inbox)))
     one, other = (load_model(tmp_path / name / "model") for name in ("left", "never"))
-    assert one.experts == other.experts == ["a", "c"]
+    assert one.experts == other.experts == ["seed", "a", "c"]
     for ours, theirs in zip(one.backbone.parameters(), other.backbone.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -139,7 +145,7 @@ def test_a_broken_bundle_is_refused_by_name_and_the_rest_is_unified(world, play,
     (inbox / "b" / "proxies.parquet").write_bytes(b"PAR1")
     space = play("server", **server_of(world, tmp_path / "out", bundles=str(inbox)))
     assert "proxies.parquet" in space["received"].loc["b", "refused because"]
-    assert load_model(tmp_path / "out" / "model").experts == ["a", "c"]
+    assert load_model(tmp_path / "out" / "model").experts == ["seed", "a", "c"]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import nbformat
@@ -30,12 +31,12 @@ from harmomoe.server.merge import ROUTERS
 ROOT = Path(__file__).resolve().parent.parent
 RUN_CV = ROOT / "nbs" / "run_cv.ipynb"
 METHODS, DOMAINS = ["zeroshot", "expert:a", "expert:b", "expert:c", "harmomoe"], ["a", "b", "c"]
-METHODS.append("harmomoe:ratios")  # the router that is delivered starts from means
+METHODS.append("harmomoe:paper")  # the router that is delivered is one of evidence
 SETTINGS = (
     "proxies.candidates=40, proxies.number=12, routing.public_samples=40, "
     "expert.rank=4, expert.epochs=2, expert.batch_size=16, "
-    "finetune.epochs=1, finetune.batch_size=16, "
-    "router.seed_expert=true, router.top_k=1, router.form=mean"
+    "gate.epochs=1, gate.batch_size=16, "
+    "finetune.epochs=1, finetune.batch_size=16, router.top_k=3"
 )
 
 pytestmark = [
@@ -109,7 +110,7 @@ def plain(name):
     return re.sub(r"-[0-9a-f]{12}$", "", name)
 
 
-def model_of(folder, form="mean"):
+def model_of(folder, form="evidence"):
     "The only unified model there whose router has this form."
     models = map(load_model, kept(folder / "server", "model"))
     [found] = [model for model in models if model.settings.form == form]
@@ -184,25 +185,25 @@ def test_model_opens_and_scores_what_the_table_says(finished, tiny_benchmark):
 
 def test_the_other_router_has_the_same_experts_from_the_same_bundles(finished, tiny_benchmark):
     (folder, notebook), (_, rows) = finished, table(finished[0])
-    one, other = model_of(folder), model_of(folder, "moments")
-    assert other.settings == ROUTERS["ratios"] and other.experts == DOMAINS
+    one, other = model_of(folder), model_of(folder, "mean")
+    assert other.settings == ROUTERS["paper"] and other.experts == ["seed", *DOMAINS]
     assert [part.bundle for part in one.lineage] == [part.bundle for part in other.lineage]
     found = summary(measure_all(other, tiny_benchmark))
-    assert list(found.values()) == pytest.approx(rows["harmomoe:ratios"], abs=0.006)
-    more = 3 * 4 * 2 * (128 + 1) / 1000
+    assert list(found.values()) == pytest.approx(rows["harmomoe:paper"], abs=0.006)
+    more = 3 * 4 * 2 * (64 + 1) / 1000
     said = f"the other router's vectors are {more:.1f} kB of the bundles"
     assert said in output_of(notebook)
 
 
 def test_settings_are_those_that_were_asked_for(finished):
     model = model_of(finished[0])
-    wanted = dict(seed_expert=True, top_k=1, form="mean")
-    assert wanted.items() <= vars(model.settings).items()
+    assert model.settings == replace(ROUTERS["evidence"], top_k=3)
     for name in DOMAINS:
         manifest = read_manifest(finished[0] / "clients" / name / "bundle")
         assert manifest["facts"]["proxies"] == 12
-        [expert] = kept(finished[0] / "clients" / name, "expert")
-        assert len(read_manifest(expert)["facts"]["losses"]) == 2
+        for kind, epochs in (("expert", 2), ("gate", 1)):
+            [stage] = kept(finished[0] / "clients" / name, kind)
+            assert len(read_manifest(stage)["facts"]["losses"]) == epochs
 
 
 def test_every_stage_leaves_a_verified_artefact(finished):
@@ -212,16 +213,17 @@ def test_every_stage_leaves_a_verified_artefact(finished):
     kinds = {name: read_manifest(path)["kind"] for name, path in zip(names, artefacts)}
     rows = "zeroshot", "harmomoe", *(f"matching experts-{name}" for name in DOMAINS)
     twice = "rows/harmomoe", "server/model", "public/means"
-    twice += tuple(f"clients/{name}/routing" for name in DOMAINS)
-    stages = "embeddings", "relevance", "proxies", "expert", "routing", "bundle"
+    stages = "embeddings", "relevance", "proxies", "expert", "routing", "gate", "bundle"
     expected = {f"rows/{name}": name for name in rows}
     expected |= {f"clients/{name}/{kind}": kind for name in DOMAINS for kind in stages}
     expected |= {f"server/received/{i}-{name}": "bundle" for i, name in enumerate(DOMAINS, 1)}
     expected |= {"public/pool": "embeddings", "public/means": "means", "server/model": "model"}
-    expected["public/claim"] = "claim"
+    expected |= {"public/claim": "claim", "public/units": "units"}
     assert kinds == expected
     # one version of each, or one for each router; the claims of three bundles
     wanted = {name: 2 if name in twice else 1 for name in expected} | {"public/claim": 3}
+    # evidence of the expert, from which its gate starts; means of it before its gate and after
+    wanted |= {f"clients/{name}/routing": 3 for name in DOMAINS}
     assert Counter(names) == wanted
     for name in DOMAINS:
         assert set(read_manifest(folder / "clients" / name / "bundle")["files"]) == set(FILES)
@@ -258,10 +260,13 @@ def test_second_run_computes_nothing_and_gives_the_same_table(again, run):
     "settings, stages",
     [
         (
-            "finetune.epochs=0, router.top_k=2, router.seed_expert=false, router.shared_lam=true",
+            "finetune.epochs=0, router.top_k=2, router.seed_expert=false, router.seed_logit=1",
             [],
         ),
-        ("router.form=logistic", ["means", *3 * ["routing", "claim"]]),
+        (
+            "router.form=logistic, router.shared_lam=true",
+            ["means", *3 * ["routing", "routing", "claim"]],  # of experts with their gates, without
+        ),
     ],
     ids=["server", "routing"],
 )
@@ -270,7 +275,9 @@ def test_run_with_another_router_reuses_the_experts(settings, stages, again, run
     built = run(again, settings)
     # a row is kept under all settings, so that every row is measured again
     rows = ["zeroshot", *(f"matching experts-{name}" for name in DOMAINS)]
-    rows += 2 * ["harmomoe", "model"]  # with either router
+    # with either router, unless the settings of the one to compare with are what they were
+    both = "finetune" in settings
+    rows += (1 + both) * ["harmomoe", "model"]
     assert sorted(built) == sorted([*stages, *rows])
     after = stamps(again)
     # other versions stand beside those that were there
@@ -278,10 +285,10 @@ def test_run_with_another_router_reuses_the_experts(settings, stages, again, run
     assert before.items() <= after.items()
     models = [load_model(path) for path in set(kept(again / "server", "model")) - {*first}]
     changes = dict(part.split("=") for part in settings.split(", "))
-    form = changes.get("router.form", "mean")
+    form = changes.get("router.form", "evidence")
     [model] = [model for model in models if model.settings.form == form]
-    [other] = [model for model in models if model.settings.form != form]
-    assert other.settings == ROUTERS["ratios" if form == "mean" else "paper"]
+    others = [model.settings for model in models if model.settings.form != form]
+    assert others == both * [ROUTERS["paper"]]
     for name in ("form", "top_k", "seed_expert", "shared_lam"):
         if f"router.{name}" in changes:
             assert str(getattr(model.settings, name)).lower() == changes[f"router.{name}"]
@@ -289,11 +296,11 @@ def test_run_with_another_router_reuses_the_experts(settings, stages, again, run
 
 
 def test_the_router_that_is_delivered_is_a_parameter_and_its_model_is_there(again, run):
-    "The preset's router starts from ratios. The paper's was compared with, and is delivered now."
-    plain = SETTINGS.partition(", router.")[0]
-    _, first = run(again, settings=plain, plainly=True), table(again)[1]
+    "The preset's router starts from ratios. The paper's was compared with, and is delivered then."
+    given = dict(settings=SETTINGS.partition(", gate.")[0], plainly=True, preset="ratios")
+    _, first = run(again, **given), table(again)[1]
     before = stamps(again)
-    assert run(again, settings=plain, plainly=True, router="paper") != []
+    assert run(again, **given, router="paper") != []
     rows = table(again)[1]
     assert list(rows)[-2:] == ["harmomoe", "harmomoe:ratios"]
     assert list(first)[-2:] == ["harmomoe", "harmomoe:paper"]
@@ -306,7 +313,8 @@ def test_the_router_that_is_delivered_is_a_parameter_and_its_model_is_there(agai
 def test_interrupted_run_goes_on_in_the_training_that_was_not_finished(again, run, monkeypatch):
     "Client b's expert is damaged; then the run stops in the second epoch of client c's."
     [b], [c] = (kept(again / "clients" / name, "expert") for name in "bc")
-    for gone in (c, again / "clients" / "c" / "bundle", again / "server"):
+    [gate] = kept(again / "clients" / "c", "gate")
+    for gone in (c, gate, again / "clients" / "c" / "bundle", again / "server"):
         shutil.rmtree(gone)
     (b / ADAPTER_FILES[1]).write_bytes(b"cut off")
     before, first = stamps(again / "clients"), tables(again)
@@ -322,13 +330,14 @@ def test_interrupted_run_goes_on_in_the_training_that_was_not_finished(again, ru
     monkeypatch.setattr(Checkpoint, "due", lambda checkpoint: True)  # a minute would be too long
     with pytest.raises(KeyboardInterrupt):
         run(again)
-    assert b.exists() and not c.exists()
+    assert b.exists() and not c.exists() and not gate.exists()
     steps[:] = [1] * 100
-    assert run(again) == ["expert", "model"]  # the row with the other router is there
-    assert len(steps) == 100 + 3 + 2  # c's second epoch; the server's 29 proxies
+    # the row with the other router is there
+    assert run(again) == ["expert", "gate", "model"]
+    assert len(steps) == 100 + 3 + 2 + 2  # c's second epoch, its gate; the server's 29 proxies
     after = stamps(again / "clients")
     new = {plain(path) for path, stamp in after.items() if before.get(path) != stamp}
-    assert new == {"b/expert", "c/expert"}
+    assert new == {"b/expert", "c/expert", "c/gate"}
     assert [kept(again / "clients" / name, "expert") for name in "bc"] == [[b], [c]]
     assert tables(again) == first
 
@@ -361,7 +370,10 @@ def test_unknown_parameter_stops_papermill_with_a_suggestion(tmp_path, monkeypat
     "wrong, said",
     [
         (dict(seed=3), "'seed' is now called 'random_state' .the name seed means the model"),
-        (dict(router="best"), "router is 'best', but must be one of preset, paper, ratios"),
+        (
+            dict(router="best"),
+            "router is 'best', but must be one of preset, paper, ratios, evidence",
+        ),
         (dict(settings="expert.epoch=3"), "unknown field 'expert.epoch'. Did you mean 'epochs'"),
     ],
     ids=str,
@@ -404,7 +416,8 @@ def test_vit_b_16_goes_through_all_stages_from_a_file(
             "finetune.epochs=1",
         ),
     )
-    assert list(table(tmp_path / "out")[1]) == ["zeroshot", "expert:a", "expert:b", "harmomoe"]
-    model = model_of(tmp_path / "out")
+    rows = ["zeroshot", "expert:a", "expert:b", "harmomoe", "harmomoe:ratios"]
+    assert list(table(tmp_path / "out")[1]) == rows
+    model = model_of(tmp_path / "out", "mean")
     assert model.seed.identity == space["model0"].identity
     assert model.experts == ["seed", "a", "b"]

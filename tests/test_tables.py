@@ -13,12 +13,12 @@ from harmomoe.baselines.methods import METHODS
 
 TABLES = Path(__file__).resolve().parent.parent / "nbs" / "experiments" / "tables.ipynb"
 HEADLINE = {"methods", "selection", "context", "proxy-aligned-experts", "final-fine-tuning"}
-FURTHER = {"lambda", "router", "from-domain-means", "candidates-n", "proxies-m"}
+FURTHER = {"lambda", "router", "from-domain-means", "candidates-n", "proxies-m", "what-is-kept"}
 SETTINGS = (
-    "expert.epochs=1, finetune.epochs=1, proxies.candidates=40, proxies.number=12, "
+    "expert.epochs=1, gate.epochs=1, finetune.epochs=1, proxies.candidates=40, proxies.number=12, "
     "routing.public_samples=40"
 )
-FIGURES = {"methods", "sweeps", "routing", "tsne", "bytes"}
+FIGURES = {"methods", "sweeps", "routing", "tsne", "bytes", "kept"}
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -69,7 +69,8 @@ def test_every_table_and_figure_is_there(ran, parameters):
         assert table[["public", "joint"]].apply(lambda c: c.str.contains("±")).all(axis=None)
     ablations = {"flexolmo_random", "expert"}  # which are not systems of the comparison
     wanted = set(METHODS) - ablations | {f"expert:{name}" for name in "ab"}
-    assert set(methods.index) == wanted | {"harmomoe, paper's router", "harmomoe, released code"}
+    routers = "paper's router", "released code", "density ratios"
+    assert set(methods.index) == wanted | {f"harmomoe, {router}" for router in routers}
     assert "±" in methods.loc["harmomoe", "average"]
     assert pd.isna(methods.loc["harmomoe", "against harmomoe"])
 
@@ -86,8 +87,9 @@ def test_settings_are_those_that_were_asked_for(ran):
 def test_rows_that_say_the_same_are_one_row(ran):
     rows, unique = ran["rows"], ran["unique"]
     assert len(unique) == len(set(rows.values())) < len(rows)
-    ours = rows["methods", "harmomoe", 1]
-    assert rows["router", "preset", 1] == ours == rows["selection", "dpp", 1]
+    gated, ours = rows["methods", "harmomoe", 1], rows["methods", "harmomoe, density ratios", 1]
+    assert rows["what is kept", "gates, -4", 1] == gated != ours
+    assert rows["router", "density ratios", 1] == ours == rows["selection", "dpp", 1]
     means = rows["router", "routing vectors: domain means", 1]
     assert means == rows["from domain means", "dpp proxies", 1] != ours
 

@@ -94,20 +94,21 @@ def test_every_stage_can_be_set_and_reading_is_one_of_them():
     assert config == changed(preset("paper"), wanted)
 
 
-@pytest.mark.parametrize("name", ["paper", "embedded", "text"])
-@pytest.mark.parametrize("router", ["preset", "paper", "ratios"])
+@pytest.mark.parametrize("name", ["paper", "gated", "embedded", "text", "ratios"])
+@pytest.mark.parametrize("router", ["preset", "paper", "ratios", "evidence"])
 def test_a_router_by_name_comes_before_its_fields_and_both_forms_are_sent(name, router):
     plain, config = (
         read_config(name, "router.lam=0.25", 0, router=given)[0] for given in (None, router)
     )
     wanted = choose_router(preset(name), router).router
     assert config.router == replace(wanted, lam=0.25)
-    assert config.routing.sent(config.router) == ("mean", "moments")
+    ratio = "evidence" if wanted.form == "evidence" else "moments"
+    assert config.routing.sent(config.router) == ("mean", ratio)
     assert plain == changed(preset(name), {"router.lam": 0.25})
     # nothing else is touched, and a preset that names both forms not at all
     same = replace(config, router=plain.router, routing=plain.routing)
     assert same == plain and config.routing.public_samples == plain.routing.public_samples
-    if (name, router) == ("embedded", "preset"):
+    if router == "preset" and name in ("gated", "embedded", "ratios"):
         assert config == plain
 
 
@@ -221,7 +222,7 @@ def test_no_clients_means_all_domains_but_the_pool(images, texts):
 
 
 def test_a_seed_of_ones_own_has_the_embedded_preset_and_a_named_one_the_papers(images, monkeypatch):
-    assert open_experiment("x", False, **images, out="out").config.router.form == "moments"
+    assert open_experiment("x", False, **images, out="out").config.router.form == "evidence"
     opened = []
     monkeypatch.setattr(Source, "seed", lambda source: opened.append(source) or 1 / 0)
     for backbone, data in (("ViT-B/16", "paper"), ("embedded", "embedded")):
@@ -313,8 +314,8 @@ FIELDS = {
     "expert.batch_size=0": "batch_size is 0",
     "expert.epochs=many": "expert.epochs is 'many'",
     "expert.proxies=maybe": "expert.proxies is 'maybe'",
-    "router.form=zero": "router.form is 'zero'.*'mean', 'logistic', 'moments' or 'ran",
-    "router.top_k=9": "top_k is 9, but must be 1 to 3",
+    "router.form=zero": "router.form is 'zero'.*'mean', 'logistic', 'moments', 'evidence' or 'ran",
+    "router.top_k=9": "top_k is 9, but must be 1 to [34]",
     "router.top_k=0": "top_k is 0",
     "router.top_k=1.5": "top_k is 1.5",
     "router.lam=1.5": "router.lam is 1.5",
@@ -366,7 +367,7 @@ WORD_FIELDS = {
     "reading.train=0": "reading.train is 0, but must be a whole number from 1",
     "router.context=suffix": "router.context is 'suffix'.*'sequence', 'prefix' or 'prompt'",
     "router.context=prefix, router.form=moments": "needs the whole sequence",
-    "router.top_k=9": "top_k is 9, but must be 1 to 3",
+    "router.top_k=9": "top_k is 9, but must be 1 to [34]",
 }
 
 
@@ -498,7 +499,7 @@ def test_opened_again_it_computes_nothing(measured, images, tmp_path):
     with stages_run() as built:
         assert made.measure_own() == measured.ours
         assert made.measure_others() == measured.others
-        assert made.server.unify().experts == ["a", "b", "c"]
+        assert made.server.unify().experts == ["seed", "a", "b", "c"]
     assert built == []
 
 
@@ -508,7 +509,7 @@ def test_server_has_the_bundles_of_these_clients_and_of_nobody_else(measured, im
     made = open_experiment("run_cv", False, **images | dict(clients="c,a", out=str(out)))
     with stages_run() as built:
         assert list(made.server.received) == ["c", "a"]
-        assert made.server.unify().experts == ["c", "a"]
+        assert made.server.unify().experts == ["seed", "c", "a"]
     assert built == ["model"]
 
 
