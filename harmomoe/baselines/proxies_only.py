@@ -11,6 +11,7 @@ __all__ = ['proxies_only', 'without_private_data']
 from dataclasses import replace
 
 from .method import OneShot
+from .zero_shot import without_gates
 from ..config.settings import Config
 from ..server.server import unify
 
@@ -18,8 +19,9 @@ from ..server.server import unify
 def without_private_data(
     config: Config,  # the shared settings
 ) -> Config:
-    "Experts that train on their proxies alone (Appendix H.3)."
-    return replace(config, expert=replace(config.expert, private=False, proxies=True))
+    "Experts that train on their proxies alone (Appendix H.3), and so without gates."
+    expert = replace(config.expert, private=False, proxies=True)
+    return without_gates(replace(config, expert=expert))
 
 
 proxies_only = OneShot("proxies_only", unify, without_private_data)

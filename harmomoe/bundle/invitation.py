@@ -21,7 +21,7 @@ from ..base.schema import STRICT, check_name, read_yaml
 from .files import Bundle
 from .manifest import Limits
 from .signatures import read_public_key, verify_bundle
-from ..config.settings import Config
+from ..config.settings import Config, check_gate
 from ..config.source import Reading
 from ..data.benchmarks import open_pool
 from ..describe.proxies import check_pool
@@ -96,7 +96,9 @@ def invite(
     keys: dict[str, str] = {},  # client -> its public key, PEM; empty: signatures are not asked for
     deadline: datetime | None = None,  # with a time zone; None: whenever
 ) -> Invitation:
-    "The invitation to what the server has at hand. Raises `ValueError` as `Invitation`."
+    """The invitation to what the server has at hand. Raises `ValueError` as `Invitation` and
+    `check_gate`."""
+    check_gate(public.config, public.pool)
     return Invitation(
         name=name,
         seed=InvitedSeed(backbone, public.seed.identity, weights),

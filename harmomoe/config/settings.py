@@ -6,7 +6,7 @@ Docs: https://harmomoe.github.io/harmomoe/config/settings.html.md"""
 
 # %% auto #0
 __all__ = ['SAMPLES', 'FINETUNE', 'RANDOM_STATES', 'DEEPEST', 'RelevanceSettings', 'ProxySettings', 'ExpertSettings',
-           'GateSettings', 'RoutingSettings', 'Config', 'preset', 'released', 'changed', 'read_settings',
+           'GateSettings', 'RoutingSettings', 'Config', 'preset', 'released', 'changed', 'read_settings', 'check_gate',
            'check_settings']
 
 # %% ../../nbs/config/00_settings.ipynb #56f5ca7d
@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import yaml
 
 from ..base.schema import STRICT, one_line, parse
-from ..data.domains import Benchmark
+from ..data.domains import Benchmark, Domain
 from ..models.training import POSITIVE, Training
 from ..moe.context import FORMS
 from ..moe.router import RouterSettings, Within, check_fields
@@ -296,6 +296,18 @@ def _value(text: str):
         return text
 
 # %% ../../nbs/config/00_settings.ipynb #0373d008
+def check_gate(
+    config: Config,
+    pool: Domain,  # the public one
+) -> None:
+    "Raises `ValueError` for gates where samples are texts."
+    if config.gate.epochs and "prompt" in pool.train.column_names:
+        raise ValueError(
+            f"gate.epochs is {config.gate.epochs}, but experts of language models are not trained "
+            "on with a gate: set it to 0."
+        )
+
+
 def check_settings(
     config: Config,
     benchmark: Benchmark,  # what it will be used for
@@ -317,11 +329,7 @@ def check_settings(
             f"router.top_k is {config.router.top_k}, but must be 1 to {experts}, the number of "
             "experts."
         )
-    if config.gate.epochs and "prompt" in benchmark.pool.train.column_names:
-        raise ValueError(
-            f"gate.epochs is {config.gate.epochs}, but experts of language models are not trained "
-            "on with a gate: set it to 0."
-        )
+    check_gate(config, benchmark.pool)
     if any(client.name == "seed" for client in benchmark.clients):
         raise ValueError(
             "a client is called 'seed', as is the seed's own expert: give it an alias."

@@ -40,8 +40,8 @@ def token_moments(
     z: Tensor,  # [B, T, d]
     mask: Tensor | None = None,  # bool [B, T], True for real tokens; None if all are
 ) -> Tensor:  # [B, 2 d]
-    """Mean and standard deviation over each sample's real tokens, by the mean of the squares: twice
-    as fast as `token_spread`, and as good unless the mean is thousands of times the deviation."""
+    """Mean and standard deviation over each sample's real tokens, by the mean of the squares. It is
+    faster than `token_spread`; in float32 0.4 % off where the mean is 100 times the deviation."""
     mean, square = token_mean(z, mask), token_mean(z * z, mask)
     return torch.cat([mean, ((square - mean * mean).clamp(min=0) + 1e-6).sqrt()], -1)
 

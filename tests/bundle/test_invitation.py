@@ -12,6 +12,7 @@ from harmomoe.bundle.manifest import Limits
 from harmomoe.bundle.signatures import new_keys, sign_bundle
 from harmomoe.client.client import Client
 from harmomoe.config.settings import changed
+from harmomoe.data.domains import load_domain
 
 UNTIL = datetime(2027, 1, 31, 18, tzinfo=timezone.utc)
 
@@ -200,3 +201,15 @@ def test_where_keys_are_listed_only_their_owners_are_admitted(tiny, invitation, 
 def test_an_invitation_of_one_line_says_what_is_missing():
     with pytest.raises(TypeError):
         Invitation("colours")
+
+
+def test_gates_are_refused_for_texts_before_anybody_is_invited(tiny, tiny_texts):
+    gated = tiny.public.with_config(changed(tiny.settings, {"gate.epochs": 1}))
+    assert invite("colours", gated, "seed", "pool").settings.gate.epochs == 1
+    with pytest.raises(ValueError, match="gate.epochs is 1, but experts of language models"):
+        invite(
+            "sayings",
+            replace(gated, pool=load_domain(tiny_texts / "sayings", whole_train=True)),
+            "seed",
+            "pool",
+        )

@@ -16,7 +16,6 @@ from harmomoe.data.corpora import (
     PASSAGE,
     SHINGLE,
     copied_share,
-    corpora_manifest,
     corpus_documents,
     load_corpora,
     load_corpus,
@@ -25,6 +24,7 @@ from harmomoe.data.corpora import (
     shingles,
 )
 from harmomoe.data.domains import SPLITS, fingerprint
+from harmomoe.data.glyphs import shipped_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOMAINS = ("pool", *CORPORA)
@@ -54,7 +54,7 @@ def length(of: list[dict]) -> int:
 
 
 def test_schema_of_every_file():
-    folder, manifest = corpora_manifest()
+    folder, manifest = shipped_manifest("corpora")
     names = {f"{name}_{split}.parquet" for name in DOMAINS for split in SPLITS}
     assert set(manifest["files"]) == names
     for name in names:
@@ -64,7 +64,7 @@ def test_schema_of_every_file():
 
 
 def test_it_is_small_and_clients_are_of_one_size(documents):
-    stored = sum(path.stat().st_size for path in corpora_manifest()[0].iterdir())
+    stored = sum(path.stat().st_size for path in shipped_manifest("corpora")[0].iterdir())
     assert stored <= 8_000_000
     assert 6_000_000 <= length(documents["pool", "train"]) <= 10_000_000
     for client in CORPORA:
@@ -217,7 +217,7 @@ def test_what_is_not_there_is_named(tmp_path):
         corpus_documents("rust", "dev")
     with pytest.raises(ValueError, match="an opening of 9 bytes is no part of a passage of 9"):
         load_corpus("rust", size=9, opening=9)
-    shutil.copytree(corpora_manifest()[0], tmp_path, dirs_exist_ok=True)
+    shutil.copytree(shipped_manifest("corpora")[0], tmp_path, dirs_exist_ok=True)
     (tmp_path / "rust_test.parquet").write_bytes(b"")
     with pytest.raises(ValueError, match="rust_test.parquet was changed"):
         load_corpora(["rust"], tmp_path)
@@ -229,7 +229,7 @@ def test_what_is_not_there_is_named(tmp_path):
 def test_notice_lists_every_source_with_its_licence(documents):
     notice = (ROOT / "NOTICE").read_text(encoding="utf-8")
     part = notice.split("The folder harmomoe/assets/corpora")[1].split("-" * 100)[0]
-    sources = {one["package"]: one for one in corpora_manifest()[1]["facts"]["sources"]}
+    sources = {one["package"]: one for one in shipped_manifest("corpora")[1]["facts"]["sources"]}
     used = {one["source"] for of in documents.values() for one in of}
     assert used == sources.keys()
     for package, facts in sources.items():
@@ -243,11 +243,11 @@ def test_notice_lists_every_source_with_its_licence(documents):
 def test_licences_allow_to_pass_on():
     allowed = {"public domain", "CC0-1.0", "CC-BY-4.0", "CC-BY-SA-3.0", "Artistic-2.0", "MIT"}
     allowed |= {"BSD-3-Clause", "WordNet"}
-    assert {one["licence"] for one in corpora_manifest()[1]["facts"]["sources"]} <= allowed
+    assert {one["licence"] for one in shipped_manifest("corpora")[1]["facts"]["sources"]} <= allowed
 
 
 def test_sources_are_used_where_the_manifest_says(documents):
-    for one in corpora_manifest()[1]["facts"]["sources"]:
+    for one in shipped_manifest("corpora")[1]["facts"]["sources"]:
         used = {
             name
             for (name, _), of in documents.items()

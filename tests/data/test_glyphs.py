@@ -16,9 +16,11 @@ from datasets import ClassLabel, Dataset
 from datasets import Image as ImageFeature
 from PIL import Image
 
+from harmomoe.data.corpora import load_corpora
 from harmomoe.data.domains import SPLITS, fingerprint
-from harmomoe.data.glyphs import CLIENTS, glyph_sources, glyphs_manifest, load_glyphs
+from harmomoe.data.glyphs import CLIENTS, glyph_sources, load_glyphs, shipped_manifest
 from harmomoe.data.images import labels_of
+from harmomoe.data.scripts import load_scripts
 
 DOMAINS = ("pool", *CLIENTS)
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +34,7 @@ def glyphs():
 @pytest.fixture(scope="module")
 def rows():
     "Every row as (domain, split, path, source, encoded bytes, pixels uint8 [48, 48, 3])."
-    folder, found = glyphs_manifest()[0], []
+    folder, found = shipped_manifest("glyphs")[0], []
     for domain in DOMAINS:
         for split in SPLITS:
             table = pq.read_table(folder / f"{domain}_{split}.parquet")
@@ -72,7 +74,7 @@ def test_loading_repeats_and_leaves_no_cache(glyphs):
 
 
 def test_datasets_alone_reads_the_files(tmp_path):
-    path = glyphs_manifest()[0] / "digits_validation.parquet"
+    path = shipped_manifest("glyphs")[0] / "digits_validation.parquet"
     dataset = Dataset.from_parquet(str(path), cache_dir=str(tmp_path))
     assert isinstance(dataset.features["image"], ImageFeature)
     assert dataset.features["label"] == ClassLabel(names=[f"digit {i}" for i in range(10)])
@@ -80,7 +82,9 @@ def test_datasets_alone_reads_the_files(tmp_path):
 
 
 def test_the_benchmark_is_small():
-    assert sum(path.stat().st_size for path in glyphs_manifest()[0].iterdir()) <= 14_000_000
+    assert (
+        sum(path.stat().st_size for path in shipped_manifest("glyphs")[0].iterdir()) <= 14_000_000
+    )
 
 
 def test_no_image_stands_in_two_places(rows):
@@ -153,7 +157,7 @@ def test_pool_holds_no_countries_and_no_logos(glyphs, rows):
 
 
 def test_notice_names_every_source():
-    licences = glyphs_manifest()[1]["facts"]["licences"]
+    licences = shipped_manifest("glyphs")[1]["facts"]["licences"]
     notice = (ROOT / "NOTICE").read_text(encoding="utf-8")
     free = {"MIT", "ISC", "Apache-2.0", "CC0-1.0", "CC-BY-4.0", "OFL-1.1", "public domain"}
     assert {row["licence"] for row in licences} <= free
@@ -166,20 +170,29 @@ def test_notice_names_every_source():
             assert set(glyph_sources(domain, split)) <= known
 
 
+# benchmark -> one of its files, and how it is read
+SHIPPED = dict(
+    glyphs=("letters_test", load_glyphs),
+    scripts=("thai_test", lambda folder: load_scripts(["greek"], folder)),
+    corpora=("rust_test", lambda folder: load_corpora(["speeches"], folder)),
+)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
 @pytest.mark.parametrize(
     "harm, kind, says",
     [
-        ("cut", ValueError, "letters_test.parquet was changed"),
-        ("delete", ValueError, "letters_test.parquet missing"),
+        ("cut", ValueError, "{}.parquet was changed"),
+        ("delete", ValueError, "{}.parquet missing"),
         ("add", ValueError, "extra.parquet not in the manifest"),
         ("no manifest", FileNotFoundError, "manifest.json is missing"),
         ("other", ValueError, "holds a 'seed'"),
     ],
 )
-def test_harm_is_named(tmp_path, harm, kind, says):
-    folder = tmp_path / "glyphs"
-    shutil.copytree(glyphs_manifest()[0], folder)
-    file, manifest = folder / "letters_test.parquet", folder / "manifest.json"
+def test_harm_to_a_shipped_benchmark_is_named(tmp_path, name, harm, kind, says):
+    one, load = SHIPPED[name]
+    folder = shutil.copytree(shipped_manifest(name)[0], tmp_path / name)
+    file, manifest = folder / f"{one}.parquet", folder / "manifest.json"
     if harm == "cut":
         file.write_bytes(file.read_bytes()[:-1])
     if harm == "delete":
@@ -190,8 +203,8 @@ def test_harm_is_named(tmp_path, harm, kind, says):
         manifest.unlink()
     if harm == "other":
         manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"kind": "seed"}))
-    with pytest.raises(kind, match=re.escape(says)):
-        load_glyphs(folder)
+    with pytest.raises(kind, match=re.escape(says.format(one))):
+        load(folder)
 
 
 def test_unknown_names_are_refused():

@@ -4,7 +4,6 @@ import hashlib
 import io
 import json
 import re
-import shutil
 import socket
 import time
 import unicodedata
@@ -21,7 +20,7 @@ from PIL import Image
 from harmomoe.data.benchmarks import open_benchmark, open_pool
 from harmomoe.data.domains import SPLITS, fingerprint
 from harmomoe.data.drawing import ink_of
-from harmomoe.data.glyphs import load_glyphs
+from harmomoe.data.glyphs import load_glyphs, shipped_manifest
 from harmomoe.data.images import labels_of
 from harmomoe.data.scripts import (
     RELATIONS,
@@ -29,7 +28,6 @@ from harmomoe.data.scripts import (
     load_scripts,
     related,
     script_sources,
-    scripts_manifest,
 )
 from harmomoe.models.weights import open_seed
 
@@ -51,7 +49,11 @@ def tables():
     "Client, split and rows of each file."
     for client in SCRIPTS:
         for split in SPLITS:
-            yield client, split, pq.read_table(scripts_manifest()[0] / f"{client}_{split}.parquet")
+            yield (
+                client,
+                split,
+                pq.read_table(shipped_manifest("scripts")[0] / f"{client}_{split}.parquet"),
+            )
 
 
 # ---- what is in it
@@ -89,7 +91,7 @@ def test_the_pool_is_that_of_the_glyphs(few):
 
 
 def test_it_is_small():
-    files = list(scripts_manifest()[0].iterdir())
+    files = list(shipped_manifest("scripts")[0].iterdir())
     assert len(files) == 3 * len(SCRIPTS) + 1
     assert sum(path.stat().st_size for path in files) <= 10_000_000
 
@@ -123,7 +125,7 @@ def test_the_seed_can_tell_the_names_apart(scripts):
 
 def test_no_family_of_typefaces_is_on_two_sides():
     "In no client, and not in two clients either."
-    families = scripts_manifest()[1]["facts"]["families"]
+    families = shipped_manifest("scripts")[1]["facts"]["families"]
     sides, faces = defaultdict(set), set()
     for client, split, table in tables():
         found = set(table["source"].to_pylist())
@@ -136,7 +138,7 @@ def test_no_family_of_typefaces_is_on_two_sides():
 
 
 def test_sources_are_those_of_the_rows(few):
-    table = pq.read_table(scripts_manifest()[0] / "greek_test.parquet")
+    table = pq.read_table(shipped_manifest("scripts")[0] / "greek_test.parquet")
     assert script_sources("greek", "test") == table["source"].to_pylist()
     assert table["label"].to_pylist() == labels_of(few.clients[0].test).tolist()
 
@@ -147,7 +149,7 @@ def test_sources_are_those_of_the_rows(few):
     zen""".split(),
 )
 def test_typefaces_of_one_name_are_one_family(name):
-    families = scripts_manifest()[1]["facts"]["families"]
+    families = shipped_manifest("scripts")[1]["facts"]["families"]
     assert {family for face, family in families.items() if face.startswith(name)} == {name}
 
 
@@ -220,39 +222,11 @@ def test_unknown_names_are_refused():
         script_sources("thai", "valid")
 
 
-@pytest.mark.parametrize(
-    "harm, kind, says",
-    [
-        ("cut", ValueError, "thai_test.parquet was changed"),
-        ("delete", ValueError, "thai_test.parquet missing"),
-        ("add", ValueError, "extra.parquet not in the manifest"),
-        ("no manifest", FileNotFoundError, "manifest.json is missing"),
-        ("other", ValueError, "holds a 'glyphs'"),
-    ],
-)
-def test_harm_is_named(tmp_path, harm, kind, says):
-    folder = tmp_path / "scripts"
-    shutil.copytree(scripts_manifest()[0], folder)
-    file, manifest = folder / "thai_test.parquet", folder / "manifest.json"
-    if harm == "cut":
-        file.write_bytes(file.read_bytes()[:-1])
-    if harm == "delete":
-        file.unlink()
-    if harm == "add":
-        (folder / "extra.parquet").write_bytes(b"")
-    if harm == "no manifest":
-        manifest.unlink()
-    if harm == "other":
-        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"kind": "glyphs"}))
-    with pytest.raises(kind, match=re.escape(says)):
-        load_scripts(["greek"], folder)
-
-
 # ---- licences
 
 
 def test_notice_names_every_typeface_and_the_licences_are_open():
-    facts = scripts_manifest()[1]["facts"]
+    facts = shipped_manifest("scripts")[1]["facts"]
     notice = (ROOT / "NOTICE").read_text(encoding="utf-8")
     assert {row["licence"] for row in facts["licences"]} <= {"OFL-1.1", "Apache-2.0"}
     for row in facts["licences"]:
