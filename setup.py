@@ -41,5 +41,8 @@ setup(
     include_package_data=False,
     install_requires=settings["requirements"].split(),
     extras_require=extras,
-    entry_points={"nbdev": ["harmomoe = harmomoe._modidx:d"]},
+    entry_points={
+        "console_scripts": ["harmomoe-serve = harmomoe.exchange.serve:main"],
+        "nbdev": ["harmomoe = harmomoe._modidx:d"],
+    },
 )

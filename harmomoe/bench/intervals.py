@@ -12,20 +12,20 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from ..models.evaluate import BITS, read_measured, summary
+from ..models.evaluate import in_bits, read_measured, summary
 
 # %% ../../nbs/bench/00_intervals.ipynb #31b96f1c
 def percentages(
     results: dict[str, list[dict]],  # label -> results of `run_row`, one for each random state
-) -> pd.DataFrame:  # index (label, number of the random state); columns as from `summary`
+) -> pd.DataFrame:  # index (label, number of the random state); else as from `results_table`
     "Accuracy in percent, or bits per byte, for each random state."
-    table = pd.DataFrame(
-        {
-            (label, number): summary(read_measured(result))
-            for label, rows in results.items()
-            for number, result in enumerate(rows)
-        }
-    ).T
+    found = {
+        (label, number): read_measured(result)
+        for label, rows in results.items()
+        for number, result in enumerate(rows)
+    }
+    table = pd.DataFrame({place: summary(one) for place, one in found.items()}).T
+    table.attrs["bits"] = in_bits(next(iter(found.values())))
     return table.rename_axis(["method", "random_state"])
 
 # %% ../../nbs/bench/00_intervals.ipynb #360e61b0
@@ -46,9 +46,10 @@ def with_intervals(
     digits: int = 1,  # after the point; bits per byte have two more
 ) -> pd.DataFrame:  # of text: "mean ± half-width"
     "Mean and 95 % interval over the random states."
+    bits = table.attrs["bits"]
 
     def text(values, sign=""):
-        places = digits + 2 * (values.name == BITS)
+        places = digits + 2 * (values.name in bits)
         half = half_width(values)
         end = "" if np.isnan(half) else f" ± {half:.{places}f}"
         return f"{np.mean(values):{sign}.{places}f}{end}"

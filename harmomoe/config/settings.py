@@ -177,6 +177,11 @@ _GATED = dict(
     routing=RoutingSettings(2000, forms="mean"),
     router=RouterSettings(top_k=2, norm_topk_prob=True, form="evidence", seed_logit=-4.0),
 )
+_PREFIX = RouterSettings(top_k=2, norm_topk_prob=True, lam=1.0, form="logistic", context="prefix")
+_TEXT = dict(
+    expert=ExpertSettings(batch_size=32, learning_rate=1e-4, warmup_steps=200, **_ADAMW),
+    finetune=Training(epochs=1, batch_size=32, learning_rate=1e-4, **_ADAMW),
+)
 _SMALL = dict(
     proxies=ProxySettings(candidates=1000, number=150),
     expert=ExpertSettings(batch_size=32, learning_rate=3e-3, **_ADAMW),
@@ -185,12 +190,7 @@ _SMALL = dict(
 _PRESETS = dict(
     paper=Config(),
     gated=Config(**_GATED),
-    text=Config(
-        expert=ExpertSettings(batch_size=32, learning_rate=1e-4, warmup_steps=200, **_ADAMW),
-        routing=RoutingSettings(2000),
-        router=RouterSettings(lam=1.0),
-        finetune=Training(epochs=1, batch_size=32, learning_rate=1e-4, **_ADAMW),
-    ),
+    text=Config(**_TEXT, routing=RoutingSettings(2000, forms="mean"), router=_PREFIX),
     embedded=Config(**_SMALL, **_GATED),
     ratios=Config(
         **_SMALL,
@@ -198,11 +198,23 @@ _PRESETS = dict(
         router=RouterSettings(top_k=2, seed_expert=False, lam=1.0, form="moments"),
     ),
 )
+_PRESETS |= {
+    "text-paper": Config(**_TEXT, routing=RoutingSettings(2000), router=RouterSettings(lam=1.0)),
+    "embedded-text": Config(
+        proxies=ProxySettings(candidates=1000, number=150),
+        expert=ExpertSettings(
+            epochs=2, batch_size=8, learning_rate=2e-3, warmup_steps=20, **_ADAMW
+        ),
+        routing=RoutingSettings(500, forms="mean"),
+        router=_PREFIX,
+        finetune=Training(epochs=1, batch_size=16, learning_rate=1e-4, **_ADAMW),
+    ),
+}
 
 # %% ../../nbs/config/00_settings.ipynb #cfd6d88f
 def preset(
-    # "paper", "gated", "text", "embedded" or "ratios"; with "-released" what the
-    # authors' code does
+    # "paper", "gated", "text", "embedded", "ratios", "text-paper" or "embedded-text"; with
+    # "-released" what the authors' code does
     name: str,
 ) -> Config:
     "Settings by name. Raises `ValueError` for a name that there is not."

@@ -43,6 +43,7 @@ class Reading:
     dtype: TYPES = None  # of the weights (texts)
     train: Annotated[int | None, SAMPLES] = None  # at most so many training samples of each client
     test: Annotated[int | None, SAMPLES] = None  # at most so many test samples of each client
+    pool: Annotated[int | None, SAMPLES] = None  # at most so many public training samples
 
     def __post_init__(self):
         check_fields(self)
@@ -66,7 +67,7 @@ def open(
 ) -> Seed:
     "Open a seed that reads so. Raises as `open_seed`."
     given = {name: value for name, value in asdict(self).items() if value is not None}
-    for name in ("embeds_in", "train", "test"):  # which `open_seed` does not know
+    for name in ("embeds_in", "train", "test", "pool"):  # which `open_seed` does not know
         given.pop(name, None)
     if "dtype" in given:
         given["dtype"] = getattr(torch, given["dtype"])
@@ -111,15 +112,19 @@ class Source:
         random_state: int,
     ) -> Benchmark:
         "Pool and clients."
-        return _open_benchmark(self.data, self.clients, self.pool, self.limit, random_state)
+        limits = self.limit, self.reading.pool
+        return _open_benchmark(self.data, self.clients, self.pool, *limits, random_state)
 
 # %% ../../nbs/config/01_source.ipynb #1737d1aa
 _open_seed = lru_cache(Reading.open)
 
 
 @lru_cache
-def _open_benchmark(data, clients, pool, limit, random_state) -> Benchmark:
+def _open_benchmark(data, clients, pool, limit, public, random_state) -> Benchmark:
     benchmark = open_benchmark(data, clients, pool, random_state)
+    if public:
+        taken = benchmark.pool.take(public, random_state=random_state)
+        benchmark = replace(benchmark, pool=taken)
     if isinstance(limit, int):
         limit = limit, limit, limit
         benchmark = replace(benchmark, pool=benchmark.pool.take(*limit, random_state))

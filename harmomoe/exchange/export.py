@@ -7,7 +7,8 @@ Docs: https://harmomoe.github.io/harmomoe/exchange/export.html.md"""
 # %% auto #0
 __all__ = ['HOLDERS', 'SHARED', 'save_adapters', 'dense_expert', 'to_mixtral']
 
-# %% ../../nbs/exchange/02_export.ipynb #11ba5f81
+# %% ../../nbs/exchange/02_export.ipynb #fc35b0c7
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,7 +116,7 @@ def _kind(model: UnifiedModel) -> str:
     sum_to_one = layer.router.norm_topk_prob or layer.router.top_k == len(model.experts)
     return HOLDERS[family][0 if sum_to_one else 1]
 
-# %% ../../nbs/exchange/02_export.ipynb #48c83490
+# %% ../../nbs/exchange/02_export.ipynb #33f11b42
 def _translated(kind: str, seed: PreTrainedConfig) -> dict:
     "Fields that the seed's configuration has under another name, or not at all."
     if kind in ("mixtral", "flex_olmo"):
@@ -128,7 +129,7 @@ def _translated(kind: str, seed: PreTrainedConfig) -> dict:
         everywhere = ["sliding_attention" if window else "full_attention"] * seed.num_hidden_layers
         fields |= dict(
             shared_expert_intermediate_size=SHARED,
-            qkv_bias=seed.model_type == "qwen2",
+            qkv_bias=True,  # vLLM knows no other; zeros where the seed has none
             use_sliding_window=bool(window),
             layer_types=getattr(seed, "layer_types", None) or everywhere,
         )
@@ -185,7 +186,7 @@ def _without_context(model: UnifiedModel, vectors: list[Tensor]) -> Iterator[Non
         for layer, router in kept:
             layer.router = router
 
-# %% ../../nbs/exchange/02_export.ipynb #b9415cf6
+# %% ../../nbs/exchange/02_export.ipynb #fb8020f3
 @torch.no_grad()
 def _fill(exported: PreTrainedModel, model: UnifiedModel, vectors: list[Tensor]) -> None:
     "Copy all weights. Raises `ValueError` for one that has no counterpart."
@@ -193,6 +194,11 @@ def _fill(exported: PreTrainedModel, model: UnifiedModel, vectors: list[Tensor])
     state = model.backbone.state_dict().items()
     rest = {name: tensor for name, tensor in state if not name.startswith(moe)}
     missing, surplus = exported.load_state_dict(rest, strict=False)
+    if exported.config.model_type == "qwen2_moe":
+        extra = [name for name in missing if re.search(r"self_attn\.[qkv]_proj\.bias$", name)]
+        missing = [name for name in missing if name not in extra]
+        for name in extra:
+            exported.get_parameter(name).zero_()
     for path, layer, e in zip(model.seed.layers, model.layers, vectors):
         block = exported.get_submodule(path)
         if hasattr(block, "shared_expert"):

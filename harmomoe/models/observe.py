@@ -77,17 +77,25 @@ def routing_figure(
     "Load of each expert by layer in percent, one panel for each routing; a matplotlib figure."
     import matplotlib.pyplot as plt
 
-    rows = max(len(routing.load) for routing in routings.values())
-    size = 2.6 * len(routings) + 0.6, max(2.6, 0.8 + 0.2 * rows)  # room for a number in each row
-    figure, axes = plt.subplots(1, len(routings), figsize=size, squeeze=False, sharey=True)
-    for axis, (title, routing) in zip(axes[0], routings.items()):
+    across = min(len(routings), 4)  # panels side by side
+    down = -(-len(routings) // across)
+    layers, experts = next(iter(routings.values())).load.shape
+    many = experts > 5
+    # room for a number in each field
+    size = 2.6 * across + 0.6, down * max(2.6, 0.8 + 0.2 * layers)
+    how = dict(figsize=size, squeeze=False, sharex=True, sharey=True)
+    figure, axes = plt.subplots(down, across, **how)
+    for axis, (title, routing) in zip(axes.flat, routings.items()):
         axis.imshow(routing.load, cmap="cividis", vmin=0, vmax=1, aspect="auto")
-        axis.set(title=title, xticks=range(len(routing.experts)), xticklabels=routing.experts)
-        axis.tick_params(axis="x", labelrotation=30, labelsize=9)
+        axis.set(title=title, xticks=range(experts), xticklabels=routing.experts)
+        axis.tick_params(axis="x", labelrotation=90 if many else 30, labelsize=9)
         for (layer, expert), share in np.ndenumerate(routing.load):
-            place = dict(ha="center", va="center", fontsize=9, color="w" if share < 0.5 else "k")
-            axis.text(expert, layer, f"{100 * share:.0f}", **place)
-    layers = range(len(routing.load))
-    axes[0, 0].set(ylabel="layer", yticks=layers, yticklabels=[layer + 1 for layer in layers])
+            place = dict(ha="center", va="center", color="w" if share < 0.5 else "k")
+            axis.text(expert, layer, f"{100 * share:.0f}", fontsize=7 if many else 9, **place)
+    for axis in axes.flat[len(routings) :]:
+        axis.remove()
+    for axis in axes[:, 0]:
+        names = [layer + 1 for layer in range(layers)]
+        axis.set(ylabel="layer", yticks=range(layers), yticklabels=names)
     figure.tight_layout()
     return figure

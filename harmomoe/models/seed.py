@@ -179,6 +179,8 @@ class Task:
 class Accuracy:
     "Correct answers out of `n`."
 
+    unit: ClassVar[str] = "percent"  # of `value`
+
     correct: int  # samples answered rightly
     n: int  # samples in all
 
@@ -189,6 +191,11 @@ class Accuracy:
     def percent(self) -> float:
         "100 c / n."
         return 100 * self.correct / self.n
+
+    @property
+    def value(self) -> float:
+        "What tables show: the percentage."
+        return self.percent
 
     @property
     def quality(self) -> float:
@@ -209,6 +216,8 @@ class Accuracy:
 class BitsPerByte:
     "How well text was predicted."
 
+    unit: ClassVar[str] = "bits"  # of `value`
+
     nats: float  # negative log likelihood of all predicted tokens
     bytes: int  # UTF-8 bytes that these tokens stand for
     texts: int = 0  # how many; this and the following sums over texts are for the interval
@@ -225,16 +234,22 @@ class BitsPerByte:
         return self.nats / math.log(2) / self.bytes
 
     @property
+    def value(self) -> float:
+        "What tables show: the bits."
+        return self.bits
+
+    @property
     def quality(self) -> float:
         "What is to be as large as possible: the negative of the bits."
         return -self.bits
 
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        "The 95 % interval of the bits by the ratio's variance; None for fewer than two texts."
-        if self.texts < 2:
-            return None
-        r, n = self.nats / self.bytes, self.texts
-        squares = self.nats_nats - 2 * r * self.nats_bytes + r * r * self.bytes_bytes
-        error = math.sqrt(max(squares, 0) * n / (n - 1)) / self.bytes / math.log(2)
-        return self.bits - 1.959964 * error, self.bits + 1.959964 * error
+# %% ../../nbs/models/00_seed.ipynb #06011822
+@patch(as_prop=True)
+def interval(self: BitsPerByte) -> tuple[float, float] | None:
+    "The 95 % interval of the bits by the ratio's variance; None for fewer than two texts."
+    if self.texts < 2:
+        return None
+    r, n = self.nats / self.bytes, self.texts
+    squares = self.nats_nats - 2 * r * self.nats_bytes + r * r * self.bytes_bytes
+    error = math.sqrt(max(squares, 0) * n / (n - 1)) / self.bytes / math.log(2)
+    return self.bits - 1.959964 * error, self.bits + 1.959964 * error

@@ -39,7 +39,11 @@ from .decoder import FACTS, DecoderSeed, SavedDecoder
 from .seed import Seed
 
 # %% ../../nbs/models/03_weights.ipynb #d1474d3a
-EMBEDDED = Path(str(files("harmomoe") / "assets" / "seed"))  # folder of the seed in this package
+# name of a seed in this package -> its folder
+EMBEDDED = {
+    name: Path(str(files("harmomoe") / "assets" / folder))
+    for name, folder in {"embedded": "seed", "embedded-text": "text_seed"}.items()
+}
 
 
 @dataclass(frozen=True)
@@ -391,8 +395,8 @@ def _check_decoder(backbone: str, weights: str | None, prompt: str | None, worke
     "ValueError for what is no language model, or has settings of an image seed."
     if not _is_decoder(backbone):
         raise ValueError(
-            f"backbone {backbone!r} is neither 'embedded', nor a folder with {CONFIG} or "
-            "config.json, nor a model of open_clip (ViT-B/32, ViT-B/16, ...; "
+            f"backbone {backbone!r} is none of {', '.join(EMBEDDED)}, nor a folder with {CONFIG} "
+            "or config.json, nor a model of open_clip (ViT-B/32, ViT-B/16, ...; "
             "open_clip.list_models() names them all), nor a language model on the Hugging Face "
             "hub (owner/name)."
         )
@@ -403,7 +407,7 @@ def _check_decoder(backbone: str, weights: str | None, prompt: str | None, worke
 
 # %% ../../nbs/models/03_weights.ipynb #11fcc277
 def open_seed(
-    # "embedded", a folder, open_clip's "ViT-B/16", ..., or as in `open_decoder`
+    # "embedded", "embedded-text", a folder, open_clip's "ViT-B/16", ..., or as in `open_decoder`
     backbone: str = "embedded",
     # pretrained tag or file of weights; None is OpenAI's tag (open_clip's models only)
     weights: str | None = None,
@@ -417,11 +421,11 @@ def open_seed(
     """Open a seed. Raises `ValueError` for an unknown backbone, weights that do not fit and
     settings of the other kind of seed, `FileNotFoundError` for a missing file, and
     `ConnectionError` within seconds if weights must be fetched and the hub cannot be reached."""
-    folder = EMBEDDED if backbone == "embedded" else Path(backbone)
+    folder = EMBEDDED.get(backbone, Path(backbone))
     name, saved = backbone.replace("/", "-"), (folder / CONFIG).is_file()
     if not saved and open_clip.get_model_config(name) is None:
-        _check_decoder(backbone, weights, prompt, workers)
-        return open_decoder(backbone, device=device, **reading)
+        _check_decoder(str(folder), weights, prompt, workers)
+        return open_decoder(str(folder), device=device, **reading)
     if reading:
         raise ValueError(f"{', '.join(reading)}: only for language models, but {backbone} is none.")
     if not saved:

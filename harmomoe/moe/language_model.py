@@ -6,14 +6,21 @@ Docs: https://harmomoe.github.io/harmomoe/moe/language_model.html.md"""
 
 # %% auto #0
 __all__ = ['SIZES', 'seed_config', 'HarmoMoEConfig', 'MembersMixin', 'HarmoMoEBackbone', 'CheckedLoadingMixin',
-           'SeedEmbeddingsMixin', 'asked_tokens', 'PromptGenerationMixin', 'HarmoMoEForCausalLM']
+           'SeedEmbeddingsMixin', 'asked_tokens', 'PromptGenerationMixin', 'listening', 'SharesMixin', 'heard_pass',
+           'HarmoMoEForCausalLM']
 
-# %% ../../nbs/moe/04_language_model.ipynb #03254b8c
+# %% ../../nbs/moe/04_language_model.ipynb #a37c9685
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -22,6 +29,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from .context import share_context
 from .ffn import GATED_FFN, find_ffns
@@ -106,7 +114,7 @@ class MembersMixin:
                 raise ValueError(f"row {place}: {wrong}; this model has {', '.join(known)}.")
         return torch.tensor([[name in row for name in known] for row in rows], device=self.device)
 
-# %% ../../nbs/moe/04_language_model.ipynb #2497ec11
+# %% ../../nbs/moe/04_language_model.ipynb #17e246da
 class HarmoMoEBackbone(MembersMixin, PreTrainedModel):
     "A seed of `transformers` whose FFNs are Mixture-of-Experts layers: what the model is made of."
 
@@ -146,9 +154,16 @@ class HarmoMoEBackbone(MembersMixin, PreTrainedModel):
             learn_lam = self.config.router["learn_lam"] and self.config.router["form"] != "evidence"
             layer.router.requires_grad_(True).lam.requires_grad_(learn_lam)
 
-# %% ../../nbs/moe/04_language_model.ipynb #547eefd6
+# %% ../../nbs/moe/04_language_model.ipynb #62e4633f
 class CheckedLoadingMixin:
     "Loading of a model that is complete, or not at all."
+
+    model_tags = ["moe", "lora", "merge", "harmomoe"]  # on the hub
+
+    @classmethod
+    def is_backend_compatible(cls) -> bool:  # False
+        "Whether a program may run the model with attention of its own, many texts in one row."
+        return False
 
     @classmethod
     def from_pretrained(
@@ -248,7 +263,117 @@ class PromptGenerationMixin(GenerationMixin):
                 inputs["prompt_mask"] = F.pad(prompt, (0, tokens - prompt.shape[1]))
         return inputs
 
-# %% ../../nbs/moe/04_language_model.ipynb #deb3f977
+# %% ../../nbs/moe/04_language_model.ipynb #a3e3cd99
+def _heard(said: list, router: nn.Module, z: Tensor, context: Any, *others: Any) -> Tensor:
+    "The router's logits, which are also added to a list, with -inf for who takes no part."
+    logits = type(router).logits(router, z, context, *others)
+    active = router.active if context.active is None else context.active
+    known = logits
+    if active is not None:
+        off = ~active.to(logits.device, torch.bool).reshape(-1, 1, logits.shape[-1])
+        known = logits.masked_fill(off, -torch.inf)
+    said.append(known.flatten(0, 1))
+    return logits
+
+
+@contextmanager
+def listening(
+    layers: list[LowRankMoE],  # of one model
+) -> Iterator[list[Tensor]]:  # gets logits [B T, E] of each layer when a pass comes by
+    "Within the block, routers write down what they say."
+    said: list[Tensor] = []
+    for layer in layers:
+        layer.router.logits = partial(_heard, said, layer.router)
+    try:
+        yield said
+    finally:
+        for layer in layers:
+            del layer.router.logits
+
+# %% ../../nbs/moe/04_language_model.ipynb #f8fbdc35
+def _real_tokens(
+    tokens: Tensor,  # int64 [B, T]
+    mask: Tensor | None,  # [B, T0], 0 for padding of what `generate` was given; None: no padding
+    given: int,  # T0, how many tokens that were
+    ends: list[int],  # tokens that end a text
+) -> Tensor:  # bool [B, T]
+    "Which tokens are text: those given that are no padding, and those written up to the end."
+    real = torch.ones_like(tokens, dtype=torch.bool)
+    if mask is not None:
+        real[:, :given] = mask.bool()
+    if given:
+        end = torch.isin(tokens[:, given:], tokens.new_tensor(ends))
+        real[:, given:] = end.cumsum(1) - end.long() == 0
+    return real
+
+
+def _shares_of_tokens(model: PreTrainedModel, tokens: Tensor, **others: Any) -> Tensor:
+    "Each expert's share in each token [B, T, E], on average over layers."
+    total = torch.zeros(*tokens.shape, len(model.config.experts), device=tokens.device)
+
+    def hear(router: nn.Module, inputs: tuple, output: tuple) -> None:
+        weights, experts = (x.to(total.device) for x in output)
+        weights = weights.float() / weights.float().sum(-1, keepdim=True)
+        total.scatter_add_(-1, experts, weights)
+
+    handles = [layer.router.register_forward_hook(hear) for layer in model.moe_layers]
+    try:
+        model(tokens, use_cache=False, logits_to_keep=1, **others)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return total / len(handles)
+
+# %% ../../nbs/moe/04_language_model.ipynb #e8e3fde6
+class SharesMixin:
+    "Whose text it is."
+
+    @torch.no_grad()
+    def expert_shares(
+        self,
+        sequences: Tensor,  # int64 [B, T], texts, for example what `generate` returned
+        # [B0, T0], 0 for padding, as `generate` got it; B may be a multiple of B0
+        attention_mask: Tensor | None = None,
+        # how many of the tokens `generate` got, padding included; 0: the texts were only read, and
+        # all their tokens count
+        prompt_length: int = 0,
+        members: Tensor | None = None,  # bool [B0, E], as `generate` got it
+    ) -> Tensor:  # float32 [B, E], columns as `config.experts`; rows sum to 1
+        """Each expert's share in what was written. Raises `ValueError` where nothing was, and as
+        `forward`."""
+        count, length = sequences.shape
+        if not 0 <= prompt_length < length:
+            raise ValueError(f"of {length} tokens, {prompt_length} are the prompt: none is left.")
+        given = (attention_mask, members)
+        mask, members = (
+            None if x is None else x.repeat_interleave(count // len(x), 0) for x in given
+        )
+        ends = getattr(self.generation_config, "eos_token_id", None)
+        ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        counted = real = _real_tokens(
+            sequences, mask, prompt_length if mask is None else mask.shape[1], ends
+        )
+        asked = dict(attention_mask=real.long(), members=members)
+        if prompt_length:
+            place = torch.arange(length, device=sequences.device)
+            # the token after it was written
+            counted = F.pad(real[:, 1:], (0, 1)) & (place >= prompt_length - 1)
+            asked["prompt_mask"] = real & (place < prompt_length)
+        shares = _shares_of_tokens(self, sequences, **asked) * counted[..., None]
+        return shares.sum(1) / counted.sum(1, keepdim=True)
+
+# %% ../../nbs/moe/04_language_model.ipynb #c589a1fe
+def heard_pass(
+    model: PreTrainedModel,  # a unified model
+    **given: Any,  # keyword arguments of the seed's `forward`
+):  # `MoeCausalLMOutputWithPast`, or a tuple where `return_dict=False`
+    "The seed's pass, and what the routers said in it."
+    with listening(model.moe_layers) as said:
+        output = model.backbone(**(given | dict(return_dict=True)))
+    made = MoeCausalLMOutputWithPast(**output, router_logits=tuple(said))
+    return made.to_tuple() if given.get("return_dict") is False else made
+
+
 def _check_pass(model: PreTrainedModel, members: Tensor | None, others: dict) -> None:
     "Raises `ValueError` where a router cannot know its context, or has nobody to choose."
     if getattr(model, "_is_replica", False):
@@ -274,9 +399,9 @@ def _check_pass(model: PreTrainedModel, members: Tensor | None, others: dict) ->
             "one expert for each text: see the method `members`."
         )
 
-# %% ../../nbs/moe/04_language_model.ipynb #c7e082f5
+# %% ../../nbs/moe/04_language_model.ipynb #50d7fe73
 class HarmoMoEForCausalLM(
-    CheckedLoadingMixin, SeedEmbeddingsMixin, HarmoMoEBackbone, PromptGenerationMixin
+    CheckedLoadingMixin, SeedEmbeddingsMixin, SharesMixin, HarmoMoEBackbone, PromptGenerationMixin
 ):
     """A causal language model whose FFNs are Mixture-of-Experts layers with a context-aware
     router. Experts and routers can be trained, the seed is frozen."""
@@ -296,28 +421,34 @@ class HarmoMoEForCausalLM(
         prompt_mask: Tensor | None = None,
         # bool [B, E], the experts that take part in each text, as from `members`; None: all
         members: Tensor | None = None,
+        # whether to return `router_logits`, for each layer [B T, E], as Mixtral does
+        output_router_logits: bool | None = None,
         **others: Any,  # whatever the seed's own `forward` takes
-    ):  # `CausalLMOutputWithPast`
+    ):  # `CausalLMOutputWithPast`, or with `router_logits` `MoeCausalLMOutputWithPast`
         "The seed's pass. Raises `ValueError` if a router lacks its context, or a text members."
         _check_pass(self, members, others)
         if self.config.router["context"] == "prompt":
             others["prompt_mask"] = asked_tokens(prompt_mask, labels, attention_mask)
-        return self.backbone(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            use_cache=use_cache,
-            logits_to_keep=logits_to_keep,
-            members=members,
-            **others,
-        )
+        given = dict(input_ids=input_ids, inputs_embeds=inputs_embeds, labels=labels)
+        given |= dict(attention_mask=attention_mask, position_ids=position_ids, members=members)
+        cached = dict(past_key_values=past_key_values, use_cache=use_cache)
+        run = partial(heard_pass, self) if output_router_logits else self.backbone
+        return run(**given, **cached, logits_to_keep=logits_to_keep, **others)
 
-# %% ../../nbs/moe/04_language_model.ipynb #7adcdd95
+# %% ../../nbs/moe/04_language_model.ipynb #f543255f
+def _name_in_transformers(kind: type) -> None:
+    "Make a class known by its name, wherever `transformers` was imported."
+    seen = [
+        getattr(module, "__dict__", {}).get("transformers") for module in [*sys.modules.values()]
+    ]
+    for found in (transformers, *seen):
+        if isinstance(found, ModuleType) and found.__name__ == "transformers":
+            setattr(found, kind.__name__, kind)
+
+
 HarmoMoEConfig.register_for_auto_class()
 HarmoMoEForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+_name_in_transformers(HarmoMoEForCausalLM)
 if __package__ == "harmomoe.moe":
     AutoConfig.register("harmomoe", HarmoMoEConfig)
     AutoModelForCausalLM.register(HarmoMoEConfig, HarmoMoEForCausalLM)

@@ -247,7 +247,7 @@ IMAGES = {
     "unknown backbone": (
         dict(backbone="ViT-B/17"),
         ValueError,
-        "backbone 'ViT-B/17' is neither 'embedded'",
+        "backbone 'ViT-B/17' is none of embedded",
     ),
     "weights that are not there": (
         dict(backbone="ViT-B/16", weights="no.pt"),

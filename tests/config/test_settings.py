@@ -27,7 +27,7 @@ from harmomoe.config.settings import (
 from harmomoe.models.training import Training
 from harmomoe.moe.router import RouterSettings, rules_of
 
-PRESETS = ("paper", "gated", "text", "embedded", "ratios")
+PRESETS = ("paper", "gated", "text", "embedded", "ratios", "text-paper", "embedded-text")
 
 
 def nested(name, value):
@@ -268,12 +268,22 @@ def test_defaults_are_the_papers():
 
 
 def test_text_settings_are_those_of_the_papers_language_models():
-    text = preset("text")
+    paper, text = preset("text-paper"), preset("text")
     adamw = dict(batch_size=32, learning_rate=1e-4, optimizer="adamw", weight_decay=0.0)
-    assert text.expert == ExpertSettings(epochs=10, warmup_steps=200, **adamw)
-    assert text.finetune == Training(epochs=1, **adamw)
-    assert (text.routing.public_samples, text.router.lam) == (2000, 1.0)
-    assert (text.proxies, text.relevance) == (Config().proxies, Config().relevance)
+    assert paper.expert == ExpertSettings(epochs=10, warmup_steps=200, **adamw)
+    assert paper.finetune == Training(epochs=1, **adamw)
+    assert (paper.routing.public_samples, paper.router) == (2000, RouterSettings(lam=1.0))
+    assert (paper.proxies, paper.relevance) == (Config().proxies, Config().relevance)
+    assert text == replace(paper, router=text.router, routing=text.routing)
+
+
+@pytest.mark.parametrize("name", ["text", "embedded-text"])
+def test_models_of_text_keep_the_scale_and_route_what_is_being_written(name):
+    config = preset(name)
+    assert config.router.norm_topk_prob and config.router.top_k > 1 and config.router.seed_expert
+    assert (config.router.form, config.router.context) == ("logistic", "prefix")
+    assert config.routing.sent(config.router) == ("mean", "logistic")  # the paper's router, too
+    assert not config.gate.epochs
 
 
 def test_released_settings_are_the_authors_codes_where_they_differ_and_ours_elsewhere():
@@ -288,7 +298,7 @@ def test_released_settings_are_the_authors_codes_where_they_differ_and_ours_else
 
 @pytest.mark.parametrize("name", ["", "Paper", "released", "-released", "paper-released-released"])
 def test_a_preset_that_there_is_not_is_refused_naming_those_that_there_are(name):
-    with pytest.raises(ValueError, match="but must be one of paper, gated, text, embedded, ratios"):
+    with pytest.raises(ValueError, match="one of paper, gated, text, embedded, ratios, text-"):
         preset(name)
 
 

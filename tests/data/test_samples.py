@@ -8,6 +8,7 @@ from harmomoe.data.samples import (
     SEEN,
     class_names,
     expert_data,
+    in_a_stream,
     labelled,
     relabelled,
     targets_in,
@@ -128,3 +129,38 @@ def test_a_class_that_nobody_listed_is_an_error_that_names_it():
 def test_without_a_label_space_all_targets_are_zero():
     assert targets_in(None, questions(["x", "y", "z"])) == [0, 0, 0]
     assert targets_in(["x"], questions(["x"]).select([])) == []
+
+
+# ---- a stream of texts
+
+
+def texts(name, number):
+    "Texts of a domain, each with a prompt and an answer."
+    columns = dict(prompt=[f"{name}{i}?" for i in range(number)], class_name=["text"] * number)
+    return Dataset.from_dict(columns | dict(answer=[f" {name}{i}." for i in range(number)]))
+
+
+def test_in_a_stream_every_text_stands_behind_another_one_and_all_are_there():
+    parts = dict(a=texts("a", 5), b=texts("b", 3))
+    stream = in_a_stream(parts)
+    before = {}
+    for name, part in stream.items():
+        assert part["answer"] == parts[name]["answer"]
+        assert part.column_names != [] and set(part.column_names) == set(parts[name].column_names)
+        for row, prompt in zip(parts[name], part["prompt"]):
+            earlier, _, own = prompt.rpartition("\n\n")
+            assert own == row["prompt"]
+            before[row["prompt"]] = earlier
+    whole = [row["prompt"] + row["answer"] for part in parts.values() for row in part]
+    assert sorted(filter(None, before.values())) == sorted(set(whole) & {*before.values()})
+    assert list(before.values()).count("") == 1
+    place, order = next(key for key, value in before.items() if not value), []
+    after = {value.partition(" ")[0]: key for key, value in before.items() if value}
+    while place:
+        order.append(place)
+        place = after.get(place)
+    assert len(order) == 8 and order != sorted(order)
+    again = in_a_stream(parts)
+    assert all(stream[name].to_list() == again[name].to_list() for name in parts)
+    other = in_a_stream(parts, random_state=1)
+    assert any(stream[name].to_list() != other[name].to_list() for name in parts)

@@ -59,6 +59,12 @@ def rows_of(kind, count=7):
         if kind == "multiple choice":
             context = context if i % 2 else None
             return dict(context=context, question=question, choices=choices, answer=right), right
+        if kind == "conversations":
+            said = [dict(role="system", content="Be short.")] * (i % 2)
+            said += [dict(role="user", content=question), dict(role="assistant", content=context)]
+            return dict(messages=said), 0
+        if kind == "plain text":
+            return dict(text=f" In case {i} there was no choice, and that was that. \n"), 0
         output = " ".join(map(str, range(i)))
         return dict(instruction=f"Count to {i}.", input=["", "aloud"][i % 2], output=output), 0
 
@@ -76,6 +82,7 @@ def hidden_rows(kind):
         "SocialIQA": dict(label="-1"),
         "multiple choice": dict(answer=-1),
         "instructions": dict(output=None),
+        "conversations": dict(messages=[dict(role="user", content="Which is it?")]),
     }
     return [row | without[kind] for row in rows_of(kind)[0]]
 
@@ -131,12 +138,13 @@ def test_every_layout(kind, form):
     assert again[:] == samples[:] and again.features == samples.features
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", [kind for kind in LAYOUTS if kind != "plain text"])
 def test_withheld_answers(kind):
     rows = hidden_rows(kind)
     hidden = text_dataset(rows, kind)
     assert set(hidden["label"]) == {-1} and set(hidden["answer"]) == {""}
-    assert hidden["prompt"][:] == text_dataset(rows_of(kind)[0], kind)["prompt"][:]
+    if kind != "conversations":
+        assert hidden["prompt"][:] == text_dataset(rows_of(kind)[0], kind)["prompt"][:]
     with pytest.raises(
         ValueError, match="some, row 7: the answer is missing, unlike in other rows"
     ):
@@ -233,6 +241,160 @@ def test_unknown_columns_and_no_rows():
         text_dataset([dict(q="x", a="y")], "here")
     with pytest.raises(ValueError, match="here: no rows"):
         text_dataset([], "here")
+
+
+# Conversations and plain text
+
+
+def turns(*said, first="user"):
+    "Messages of a user and an assistant in turn."
+    roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
+    return [dict(role=roles[i % 2], content=text) for i, text in enumerate(said)]
+
+
+def test_the_last_answer_of_a_conversation_is_what_follows():
+    system = dict(role="system", content=" Be\nshort. ")
+    rows = [dict(messages=[system, *turns("Two?", "2", " Three? ", "\n3\n")], id=7)]
+    [sample] = text_dataset(rows, "talk")
+    lines = "System: Be\nshort.\nUser: Two?\nAssistant: 2\nUser: Three?\nAssistant:"
+    assert (sample["prompt"], sample["answer"]) == (lines, " 3")
+    silent = text_dataset([dict(messages=turns("Say nothing.", ""))], "talk")
+    assert silent["answer"][:] == [" "] and silent["label"][:] == [0]
+
+
+@pytest.mark.parametrize(
+    "messages, message",
+    [
+        (None, "column messages holds None; expected a list of objects with role and content"),
+        (float("nan"), "column messages holds nan; expected a list"),
+        ("user: hello", "column messages holds 'user: hello'; expected a list"),
+        (["hello"], "expected a list of objects"),
+        ([], "there are no messages"),
+        ([dict(role="user")], "message 0 has no text"),
+        ([dict(content="Hello")], "message 0 has the role None, none of system, user, assistant"),
+        ([dict(role=["user"], content="Hi")], r"column messages.role holds \['user'\]"),
+        ([*turns("Hi"), dict(role="tool", content="{}")], "message 1 has the role 'tool'"),
+        (turns("Hi", " ", "Hello?", "Yes."), "message 1 has no text"),
+        (turns(" ", "Yes."), "message 0 has no text"),
+        (turns("Hi", None), "message 1 has no text"),
+        (turns("Hi", 3), "message 1 has no text"),
+        (turns("Hi", [dict(type="text", text="x")]), "column messages.content holds"),
+        (turns("Hello.", first="assistant"), "no user says anything before the answer"),
+        (turns("Hi", b"\xff"), "column messages.content holds bytes that are no UTF-8"),
+        (turns("Hi", "\ud800"), "column messages.content holds half of a character"),
+        (turns("Hi", "x" * 1_000_001), "messages.content holds 1,000,001 characters"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_a_bad_conversation_is_named(messages, message):
+    rows = [dict(messages=turns("Hi", "Hello.")), dict(messages=messages)]
+    with pytest.raises(ValueError, match=f"^talk, row 1: .*{message}"):
+        text_dataset(rows, "talk")
+
+
+def test_a_conversation_without_an_answer_among_others():
+    rows = [dict(messages=turns("Hi", "Hello.")), dict(messages=turns("Hi"))]
+    with pytest.raises(ValueError, match="row 1: the answer is missing, unlike in other rows"):
+        text_dataset(rows, "talk")
+
+
+@pytest.mark.parametrize(
+    "text", ["a", "ab", "a b", "x" * 300, "ö" * 99, "one two " * 40, "\u2003é 😀" * 30, "a\n\nb"]
+)
+def test_a_text_is_cut_after_its_opening_and_nothing_is_lost(text):
+    [sample] = text_dataset([dict(text=f"\n {text} ")], "texts")
+    prompt, answer = sample["prompt"], sample["answer"]
+    assert prompt + answer == text.strip() and prompt == prompt.rstrip() != ""
+    assert len(prompt.encode()) <= max(64, len(text.strip()[0].encode()))
+    assert not answer or answer[0].isspace() or not any(map(str.isspace, text[:64]))
+    assert text_dataset([sample], "again")[:] == text_dataset([dict(text=text)], "texts")[:]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "the text is empty"),
+        (float("nan"), "the text is empty"),
+        (" \n", "the text is empty"),
+        (3, "the text is no text, but 3"),
+        (["a"], r"column text holds \['a'\]; expected text"),
+        (dict(a="b"), "column text holds"),
+        (b"\xff", "column text holds bytes that are no UTF-8"),
+        ("\ud800", "column text holds half of a character"),
+    ],
+    ids=repr,
+)
+def test_a_bad_text_is_named_or_left_out(text, message):
+    rows = [dict(text="Once upon a time."), dict(text=text), dict(text="And then.")]
+    with pytest.raises(ValueError, match=f"^here, row 1: {message}"):
+        text_dataset(rows, "here")
+    with pytest.warns(UserWarning, match=message):
+        assert len(text_dataset(rows, "here", on_error="skip")) == 2
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_empty_cells_in_files_of_texts_and_conversations(tmp_path, suffix):
+    for name, good in (("texts", dict(text="Once.")), ("talk", dict(messages=turns("Hi", "Yo.")))):
+        path = write(tmp_path / f"{name}{suffix}", [good, dict.fromkeys(good)])
+        with pytest.raises(ValueError, match=f"{name}{suffix}, row 1: "):
+            load_texts(path)
+
+
+def test_columns_that_are_known_go_before_a_text_column():
+    rows = [dict(instruction="Sing.", output="La", text="Below is an instruction ...")]
+    assert text_dataset(rows, "alpaca")["answer"][:] == ["\nLa"]
+
+
+def test_a_prompt_may_end_in_a_line_break_and_in_no_other_blank():
+    row = dict(answer="A.", choices=[], label=0)
+    for end in ("\n", ">\n\n", " \n"):
+        assert text_dataset([row | dict(prompt=f"x{end}")], "q")["prompt"][:] == [f"x{end}"]
+    for prompt in ("x ", "x\n ", "x\t", "x\u00a0", "\n", " \n"):
+        with pytest.raises(ValueError, match="the prompt is empty or ends in a blank"):
+            text_dataset([row | dict(prompt=prompt)], "q")
+
+
+# In a chat template
+
+
+def marked(messages):
+    return "".join(f"<{m['role']}>{m['content']}</>\n" for m in messages) + "<assistant>\n"
+
+
+@pytest.mark.parametrize(
+    "rows, prompt, answer",
+    [
+        ([dict(messages=turns("Two?", "2", "3?", " 3"))], "<user>3?</>\n<assistant>\n", "3"),
+        ([dict(instruction="Add.", input="1 2", output="3")], "<user>Add.\n\n1 2</>\n", "3"),
+        ([dict(instruction="Sing.", output="La")], "<user>Sing.</>\n<assistant>\n", "La"),
+        ([dict(text="one two")], "<user>one</>\n<assistant>\n", "two"),
+        ([dict(prompt="a:", answer=" b", choices=[], label=0)], "<user>a:</>\n", "b"),
+    ],
+    ids=["conversation", "instruction", "no input", "text", "sample"],
+)
+def test_a_template_gives_prompts_their_form(rows, prompt, answer):
+    [sample] = text_dataset(rows, "chat", template=marked)
+    assert sample["prompt"].endswith(prompt if "assistant" in prompt else f"{prompt}<assistant>\n")
+    assert (sample["answer"], sample["label"]) == (answer, 0)
+    assert text_dataset([sample], "again")[:] == text_dataset(rows, "chat", template=marked)[:]
+
+
+def test_questions_with_choices_have_no_template(tmp_path):
+    rows, _ = rows_of("multiple choice")
+    assert text_dataset(rows, "q", template=marked)[:] == text_dataset(rows, "q")[:]
+
+
+def test_a_templates_refusal_names_the_row_and_files_are_read_in_it(tmp_path):
+    def strict(messages):
+        if messages[0]["role"] == "system":
+            raise ValueError("no system role")
+        return marked(messages)
+
+    rows = rows_of("conversations")[0]
+    with pytest.raises(ValueError, match="^talk, row 1: no system role"):
+        text_dataset(rows, "talk", template=strict)
+    write(tmp_path / "talk.jsonl", rows)
+    assert load_texts(tmp_path / "talk", template=marked)["train"][0]["prompt"][:6] == "<user>"
 
 
 # Splits

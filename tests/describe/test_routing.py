@@ -15,7 +15,9 @@ from scipy.optimize import minimize
 from harmomoe.base.process import seeded
 from harmomoe.describe.routing import (
     FILE,
+    SHORTEST,
     RoutingVectors,
+    beginnings,
     client_routing,
     evidence_routing,
     form_means,
@@ -56,6 +58,52 @@ def logits(routing, z):
     "What the routing vectors say of tokens [layers, n, d], in float64."
     scores = torch.einsum("lnd,ld->ln", z.double(), routing.vectors.double())
     return scores + routing.biases.double()[:, None]
+
+
+# ---- beginnings of contexts
+
+
+def test_beginnings_are_as_often_short_as_long_and_never_shorter_than_they_must_be():
+    mask = torch.ones(2000, 256, dtype=torch.bool)
+    found = beginnings(mask)
+    lengths = found.sum(1)
+    assert torch.equal(found, torch.arange(256) < lengths[:, None])  # the first tokens, no others
+    assert lengths.min() == SHORTEST and lengths.max() > 250
+    for length in (8, 16, 32, 64, 128):  # evenly on a logarithmic scale
+        below = (lengths < length).float().mean().item()
+        assert below == pytest.approx(np.log(length / 4) / np.log(64), abs=0.03)
+    assert torch.equal(found, beginnings(mask))
+    parts = [beginnings(mask[:700]), beginnings(mask[700:], first=700)]
+    assert torch.equal(found, torch.cat(parts))  # batches change nothing
+
+
+def test_beginnings_are_those_of_real_tokens_wherever_they_stand():
+    lengths = torch.tensor([0, 1, 3, 4, 9, 40])
+    right = torch.arange(40) < lengths[:, None]
+    found, left = beginnings(right), beginnings(right.flip(1))
+    assert torch.equal(found.sum(1), left.sum(1)) and not (found & ~right).any()
+    assert found.sum(1)[:4].tolist() == [0, 1, 3, 4]
+    for row, kept in zip(right.flip(1), left):
+        assert torch.equal(kept[row], torch.arange(int(row.sum())) < kept.sum())
+
+
+def test_ratios_of_growing_contexts_come_from_beginnings_and_all_else_from_the_whole(
+    tiny_seed, tiny_benchmark, monkeypatch
+):
+    images, real = tiny_benchmark.clients[0].train.select(range(6)), torch.ones(1, 5).bool()
+    mask = lambda batch, reach: real.expand(len(batch["images"]), 5)
+    monkeypatch.setattr(tiny_seed, "token_mask", mask)
+    args = tiny_seed, tiny_seed.backbone, images
+    kept = beginnings(real.expand(6, 5))
+    assert kept.sum() < 30
+    cut = lambda batch, reach: kept[: len(batch["images"])]
+    for form in FORMS:
+        whole = form_means(form, *args)
+        assert torch.equal(form_means(form, *args, "prompt"), whole)
+        assert torch.equal(form_means(form, *args, "prefix"), whole) == (form == "mean")
+    found = form_means("logistic", *args, "prefix")
+    monkeypatch.setattr(tiny_seed, "token_mask", cut)
+    assert torch.equal(found, layer_means(*args))
 
 
 # ---- means

@@ -16,7 +16,7 @@ from harmomoe.data.domains import Domain
 from harmomoe.data.texts import text_dataset
 from harmomoe.describe.public import Public
 from harmomoe.describe.routing import client_routing
-from harmomoe.exchange.adopt import adopt, average_others, example_domain
+from harmomoe.exchange.adopt import adopt, average_others, chat_template, example_domain
 from harmomoe.exchange.convert import read_adapter, read_checkpoint
 from harmomoe.moe.router import RouterSettings
 
@@ -189,6 +189,52 @@ def test_example_prompts_stand_for_data(seed, foreign, text_public, tmp_path):
         adopt(expert, few, text_public, tmp_path / "few")
     with pytest.raises(ValueError, match="row 1: the prompt is empty or ends in a blank"):
         example_domain("law", ["Is it?", "Is it "])
+
+
+@pytest.fixture
+def chatty(decoder, tokenizer):
+    "A function (template) -> a seed whose tokenizer has it."
+
+    def build(template, begins=False):
+        seed = decoder()
+        seed.tokenizer = copy.deepcopy(tokenizer)
+        seed.tokenizer.chat_template = template
+        if begins:  # as Llama's does
+            from tokenizers.processors import TemplateProcessing
+
+            how = dict(single="<s> $A", special_tokens=[("<s>", 1)])
+            seed.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(**how)
+        return seed
+
+    return build
+
+
+MARKS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{{ '<assistant>\\n' }}"
+
+
+def test_prompts_are_put_into_a_chat_template_and_may_end_in_a_line_break(chatty):
+    domain = example_domain("law", ["Is it void?"], chat_template(chatty(MARKS)))
+    [sample] = domain.train
+    assert (sample["prompt"], sample["answer"]) == ("<user>Is it void?\n<assistant>\n", "")
+    again = example_domain("law", [sample["prompt"]])
+    assert again.train["prompt"][:] == [sample["prompt"]]
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_text_begins_once(chatty, begins):
+    "A template and a tokenizer may both write a beginning of text."
+    seed = chatty("{{ bos_token }}" + MARKS, begins)
+    prompt = chat_template(seed)([dict(role="user", content="Void?")])
+    ids, _ = seed.encode(prompt, "")
+    assert ids.count(1) == 1 and ids[0] == 1
+
+
+def test_what_a_template_refuses_is_an_error_of_its_row(chatty, seed):
+    with pytest.raises(ValueError, match="small-llama has no chat template"):
+        chat_template(seed)
+    strict = chatty("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ValueError, match="row 0: the chat template of .*roles must alternate"):
+        example_domain("law", ["Is it void?"], chat_template(strict))
 
 
 def test_changes_besides_ffns_are_averaged_before_a_bundle(seed, text_public, tmp_path):

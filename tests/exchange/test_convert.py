@@ -2,14 +2,26 @@
 
 import copy
 import json
+import shutil
+import warnings
 
+import huggingface_hub
 import pytest
 import torch
 from exchange.small_decoders import GATED, edit, logits, merged, moved
 from safetensors.torch import load_file
 
 import harmomoe.exchange.convert as convert
-from harmomoe.exchange.convert import low_rank, read_adapter, read_checkpoint, write_adapter
+from harmomoe.base.schema import one_line
+from harmomoe.exchange.convert import (
+    find_adapter,
+    low_rank,
+    read_adapter,
+    read_checkpoint,
+    same_model,
+    write_adapter,
+)
+from harmomoe.models.weights import open_seed
 
 # Adapters
 
@@ -142,8 +154,11 @@ def test_tensors_that_do_not_fit_are_named(seed, foreign, change, message):
 
 
 def test_other_wrong_adapters(seed, foreign, decoder, tmp_path):
-    with pytest.raises(FileNotFoundError, match="adapter_config.json is missing"):
+    with pytest.raises(FileNotFoundError, match="there is no folder .*nowhere"):
         read_adapter(tmp_path / "nowhere", seed)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="adapter_config.json is missing"):
+        read_adapter(tmp_path / "empty", seed)
     folder, _ = foreign()
     with pytest.raises(ValueError, match="does not fit small-llama: .* weights"):
         read_adapter(folder, decoder(intermediate_size=40))
@@ -156,18 +171,143 @@ def test_other_wrong_adapters(seed, foreign, decoder, tmp_path):
         read_adapter(folder, seed)
 
 
-def test_another_base_model_is_a_warning(seed, foreign):
+def named(folder, base):
+    "Let an adapter say what it was trained on."
+    file = folder / "adapter_config.json"
+    config = json.loads(file.read_text()) | dict(base_model_name_or_path=base)
+    file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    "base, told",
+    [
+        ("meta/small-llama", None),
+        ("unsloth/Small-Llama-unsloth-bnb-4bit", None),
+        ("somebody/small_llama.Q8_0.gguf", None),
+        ("/home-of-others/models/7b", None),  # a place says nothing
+        (r"C:\models\llama", None),
+        (None, None),
+        (["odd"], None),
+        ("meta/large-llama", "there are no weights of that model here to compare"),
+        ("meta/large..llama", "there are no weights"),  # which no repository can be called
+    ],
+)
+def test_another_base_model_is_a_warning(seed, foreign, base, told):
     folder, _ = foreign()
-    config = json.loads((folder / "adapter_config.json").read_text())
-    for base, warns in (("meta/small-llama", False), ("meta/large-llama", True)):
-        named = config | dict(base_model_name_or_path=base)
-        (folder / "adapter_config.json").write_text(json.dumps(named))
-        if warns:
-            told = "was trained on meta/large-llama, but the seed is small-llama"
-            with pytest.warns(UserWarning, match=told):
-                read_adapter(folder, seed)
-        else:
+    named(folder, base)
+    if told is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert read_adapter(folder, seed).base == one_line(base or "")
+    else:
+        said = f"was trained on {base}, but the seed is small-llama: its shapes fit, and {told}"
+        with pytest.warns(UserWarning, match=said):
             read_adapter(folder, seed)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_base_that_is_here_is_told_by_its_weights_and_not_by_its_name(
+    seed, foreign, tmp_path, stored
+):
+    folder, _ = foreign()
+    named(folder, str(tmp_path / "other-name"))
+    seed.new_backbone().to(stored).save_pretrained(tmp_path / "other-name")
+    assert same_model(str(tmp_path / "other-name"), seed) is True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_adapter(folder, seed)
+    moved(seed).save_pretrained(tmp_path / "other-name")
+    assert same_model(str(tmp_path / "other-name"), seed) is False
+    with pytest.warns(UserWarning, match="other-name, but the seed is small-llama: their weights"):
+        read_adapter(folder, seed)
+    (tmp_path / "other-name" / "model.safetensors").write_bytes(b"half a file")
+    assert same_model(str(tmp_path / "other-name"), seed) is None
+
+
+def test_a_seed_that_is_called_after_its_folder_has_no_name_to_compare(
+    seed, foreign, tokenizer, tmp_path
+):
+    seed.new_backbone().save_pretrained(tmp_path / "mine")
+    tokenizer.save_pretrained(tmp_path / "mine")
+    opened = open_seed(str(tmp_path / "mine"))
+    folder, _ = foreign()
+    named(folder, "meta/large-llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_adapter(folder, opened)
+
+
+# The hub, which no test reaches
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    "A function (folder, repository) that puts a copy of a folder into an empty cache of the hub."
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def put(folder, repository, commit="a" * 40):
+        home = tmp_path / "cache" / f"models--{repository.replace('/', '--')}"
+        shutil.copytree(folder, home / "snapshots" / commit)
+        (home / "refs").mkdir()
+        (home / "refs" / "main").write_text(commit)
+        return home / "snapshots" / commit
+
+    return put
+
+
+def test_an_adapter_of_the_hub_is_read_from_the_cache_without_asking(
+    seed, foreign, cache, monkeypatch
+):
+    folder, _ = foreign()
+    place = cache(folder, "somebody/law")
+    monkeypatch.setattr(convert, "hub_problem", lambda: 1 / 0)
+    for source in ("somebody/law", f"somebody/law@{'a' * 40}", "somebody/law@main"):
+        assert find_adapter(source) == place
+    there, here = read_adapter("somebody/law", seed), read_adapter(folder, seed)
+    for pair, own in zip(there.factors.values(), here.factors.values()):
+        assert all(map(torch.equal, pair, own))
+
+
+def test_a_cached_base_is_compared(seed, foreign, cache, tmp_path):
+    folder, _ = foreign()
+    named(folder, "meta/other-name")
+    seed.new_backbone().save_pretrained(tmp_path / "base")
+    cache(tmp_path / "base", "meta/other-name")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_adapter(folder, seed)
+
+
+def test_no_hub_is_said_at_once_and_what_to_do(cache, monkeypatch):
+    said = "there is no folder somebody/law, .*not in the cache.*HF_HUB_OFFLINE.*`hf download some"
+    with pytest.raises(ConnectionError, match=said):
+        find_adapter("somebody/law")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    with pytest.raises(ConnectionError, match="127.0.0.1:9 cannot be reached"):
+        find_adapter("somebody/law@v1")
+
+
+def test_what_is_no_folder_and_no_id(cache, tmp_path):
+    for source in ("law", "a/b/c", "../law", tmp_path / "nowhere"):
+        with pytest.raises(FileNotFoundError, match="there is no folder"):
+            find_adapter(source)
+    (tmp_path / "file.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="is a file: give the folder"):
+        find_adapter(tmp_path / "file.safetensors")
+
+
+def test_the_hubs_refusal_is_one_error(cache, monkeypatch):
+    def refuse(name, **how):
+        assert (name, how["revision"]) == ("somebody/law", "v1")
+        assert how["allow_patterns"] == ["adapter_config.json", "adapter_model.safetensors"]
+        raise OSError("401: Cannot access gated repo")
+
+    monkeypatch.setattr(convert, "hub_problem", lambda: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(FileNotFoundError, match="401.*gated.*Accept its terms"):
+        find_adapter("somebody/law@v1")
 
 
 def test_image_adapters_of_the_backbone_and_of_a_whole_clip(tiny_seed, foreign, tmp_path):

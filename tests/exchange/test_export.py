@@ -128,6 +128,20 @@ def test_the_files_have_one_tensor_for_each_experts_map(unified, tmp_path):
     assert {f"model.layers.1.block_sparse_moe.{name}" for name in own} <= names
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_qwen2_moe_has_biases_in_its_attention_whatever_the_seed_has(family, unified, tmp_path):
+    "Programs with a Qwen2-MoE of their own, vLLM for one, know it with biases alone."
+    model = unified(family, top_k=2)
+    to_mixtral(model)[0].save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(2):
+        for linear in "qkv":
+            name = f"model.layers.{layer}.self_attn.{linear}_proj"
+            bias = tensors[f"{name}.bias"]
+            assert len(bias) == len(tensors[f"{name}.weight"])
+            assert bias.any() == (family == "qwen2")
+
+
 def test_generation_is_the_same(unified):
     model = unified(top_k=2, context="prefix")
     exported, _ = to_mixtral(model)

@@ -1,8 +1,18 @@
 "Unified models go out as models of transformers and come back, whatever the family of their seed."
 
+import base64
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import huggingface_hub
 import pytest
 import torch
 import transformers
+from huggingface_hub import ModelCard
 from moe.small_unified import (
     CONFIGS,
     EXPERTS,
@@ -20,8 +30,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from harmomoe.exchange.transformers import (
+    Card,
     dense_seed,
     from_transformers,
+    model_card,
+    push_to_hub,
     save_transformers,
     to_transformers,
 )
@@ -233,3 +246,184 @@ def test_a_pipeline_writes_text(unified, tmp_path):
     options = dict(max_new_tokens=5, do_sample=False, return_full_text=False)
     alone = [write(text, **options)[0]["generated_text"] for text in texts]
     assert [found[0]["generated_text"] for found in write(texts, batch_size=3, **options)] == alone
+
+
+# What others see of a folder
+
+
+OPENED = """
+import sys, time
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+folder, started = sys.argv[1], time.monotonic()
+ways = [
+    PreTrainedTokenizerFast.from_pretrained(folder),
+    AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
+    AutoTokenizer.from_pretrained(folder, trust_remote_code=True),
+]
+assert "harmomoe" not in sys.modules
+import harmomoe
+ways.append(AutoTokenizer.from_pretrained(folder))
+print([way("w3 w5").input_ids for way in ways], time.monotonic() - started < 12)
+"""
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "silent"])
+def test_nobody_is_asked_whether_a_tokenizer_may_be_opened(closed, unified, tmp_path):
+    "Where nobody would answer: the question would cost 15 seconds."
+    folder = save_transformers(unified(), tmp_path / "delivered")
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", OPENED, str(folder)],
+        stdin=subprocess.DEVNULL if closed else subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | dict(HF_HUB_OFFLINE="1", HF_MODULES_CACHE=str(tmp_path / "modules")),
+    )
+    try:
+        process.wait(120)
+        said = process.stdout.read()
+    finally:
+        process.kill()
+        for pipe in filter(None, (process.stdin, process.stdout)):
+            pipe.close()
+    assert process.returncode == 0 and "[y/N]" not in said, said
+    assert said.splitlines()[-1] == f"{[[6, 8]] * 4} True", said
+
+
+KNOWN = Card(
+    base_model="org/base-1B",
+    license="apache-2.0",
+    licenses={"seed": "apache-2.0", "law": "mit"},
+    sources={"law": "somebody/law-lora", "medicine": "a disk | of\nours"},
+    about="For letters.",
+)
+
+
+def test_a_card_says_what_is_known_and_guesses_nothing(unified, tmp_path):
+    folder = save_transformers(unified(), tmp_path / "delivered", KNOWN)
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.base_model == ["org/base-1B", "somebody/law-lora"]
+    assert card.data.to_dict()["base_model_relation"] == "merge"
+    assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
+    assert {"moe", "lora", "merge", "harmomoe"} <= {*card.data.tags}
+    assert card.data.license == "apache-2.0"
+    rows = [line for line in card.text.splitlines() if line.startswith("| ")][1:]
+    assert rows == [
+        "| seed | none | apache-2.0 | the base model |",
+        "| law | 4 | mit | somebody/law-lora |",
+        "| medicine | 8 | unknown | a disk / of ours |",
+    ]
+    assert "For letters." in card.text
+
+
+def test_a_card_without_knowledge_names_no_base_and_no_licence(unified):
+    card = ModelCard(model_card(unified()))
+    known = card.data.to_dict()
+    assert known.keys() == {"library_name", "pipeline_tag", "tags"}
+    assert card.text.count("unknown") == 5
+    model = unified()
+    model.seed.name = "org/base-1B"
+    assert ModelCard(model_card(model)).data.base_model == ["org/base-1B"]
+    model.seed.name = "somewhere/on/a/disk"
+    assert ModelCard(model_card(model)).data.base_model is None
+
+
+@pytest.mark.parametrize("field", ["licenses", "sources"])
+def test_a_card_for_who_is_not_there_is_refused_before_anything_is_written(
+    field, unified, tmp_path
+):
+    with pytest.raises(ValueError, match="'cooking'; this model has seed, law, medicine"):
+        save_transformers(unified(), tmp_path / "delivered", Card(**{field: {"cooking": "mit"}}))
+    assert not (tmp_path / "delivered").exists()
+
+
+def test_a_whole_sequence_writes_without_a_cache_by_itself(unified, tmp_path):
+    model = unified(context="sequence", form="moments")
+    opened = AutoModelForCausalLM.from_pretrained(save_transformers(model, tmp_path / "delivered"))
+    written = opened.generate(TEXTS, **WRITE)
+    assert torch.equal(written, opened.generate(TEXTS, use_cache=False, **WRITE))
+
+
+class StandIn(BaseHTTPRequestHandler):
+    "As much of the hub as an upload asks for; it keeps what comes."
+
+    def log_message(self, *arguments):
+        pass
+
+    def answer(self, status=200, **value):
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        self.server.asked.append(self.path)
+        if self.path.startswith("/api/models/org/"):
+            return self.answer(id="org/model", sha="0" * 40, siblings=[])
+        self.send_response(404)
+        self.send_header("X-Error-Code", "EntryNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def do_POST(self):
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.asked.append(self.path)
+        if self.path == "/api/repos/create":
+            self.server.made.append(json.loads(data))
+            return self.answer(url=f"{self.server.address}/org/model")
+        if self.path == "/api/validate-yaml":
+            self.server.cards.append(json.loads(data)["content"])
+            return self.answer(errors=[], warnings=[])
+        if "/preupload/" in self.path:
+            files = json.loads(data)["files"]
+            kept = [dict(path=x["path"], uploadMode="regular", shouldIgnore=False) for x in files]
+            return self.answer(files=kept)
+        assert "/commit/" in self.path, self.path
+        for line in map(json.loads, data.splitlines()):
+            if line["key"] == "file":
+                value = line["value"]
+                self.server.files[value["path"]] = base64.b64decode(value["content"])
+        where = f"{self.server.address}/org/model/commit/{'1' * 40}"
+        self.answer(success=True, commitUrl=where, commitOid="1" * 40)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    "A local server in place of the hub."
+    server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
+    server.address = f"http://127.0.0.1:{server.server_address[1]}"
+    server.asked, server.made, server.cards, server.files = [], [], [], {}
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.address)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_folder_goes_to_the_hub_as_it_is(unified, hub, tmp_path):
+    folder = save_transformers(unified(), tmp_path / "delivered", KNOWN)
+    where = push_to_hub(folder, "org/model", token="hf_none")
+    assert where == f"{hub.address}/org/model/commit/{'1' * 40}"
+    assert hub.files == {file.name: file.read_bytes() for file in folder.iterdir()}
+    made = hub.made[0]
+    assert (made["organization"], made["name"]) == ("org", "model")
+    assert made.get("visibility") == "private" or made.get("private")
+    assert hub.cards and hub.cards[0] == (folder / "README.md").read_text()
+    (folder / "README.md").unlink()
+    with pytest.raises(ValueError, match="has no README.md: write it with `save_transformers`"):
+        push_to_hub(folder, "org/model", token="hf_none")
+
+
+def test_the_models_own_way_to_the_hub_tags_it(hub):
+    model = shared()
+    model.push_to_hub("org/model", token="hf_none")
+    code = {"context.py", "ffn.py", "language_model.py", "layer.py", "router.py"}
+    assert code | {"config.json", "model.safetensors", "README.md"} <= hub.files.keys()
+    tags = ModelCard(hub.files["README.md"].decode()).data.tags
+    assert {"moe", "lora", "merge", "harmomoe"} <= {*tags}

@@ -12,8 +12,9 @@ import torch
 from families import ABC, QUESTIONS, REPLIES, only, scores, seed_of
 from scipy.stats import binomtest
 
+from harmomoe.data.corpora import load_corpora
 from harmomoe.data.domains import Benchmark
-from harmomoe.data.samples import labelled
+from harmomoe.data.samples import in_a_stream, labelled
 from harmomoe.models.ensemble import Ensemble, Personal
 from harmomoe.models.evaluate import (
     BITS,
@@ -36,6 +37,7 @@ from harmomoe.models.evaluate import (
 )
 from harmomoe.models.model import Model
 from harmomoe.models.seed import Accuracy, BitsPerByte
+from harmomoe.models.weights import open_seed
 
 RESULTS = {
     "zeroshot": {"a": Accuracy(1, 4), "b": Accuracy(1, 3)},
@@ -359,6 +361,54 @@ def test_bits_per_byte_have_a_column_that_says_so_in_which_less_is_better(tmp_pa
     with pytest.raises(ValueError, match="every method needs the same columns"):
         results_table(rows | {"z": measured((Accuracy(1, 8),))})
     assert all("bits" not in name for name in ticks(accuracy_figure(rows)))
+
+
+def test_where_all_is_plain_text_every_column_is_in_bits_and_less_is_better(tmp_path):
+    found = lambda nats: dict(a=BitsPerByte(nats, 8), b=BitsPerByte(2 * nats, 8))
+    rows = {
+        name: Measured(found(nats), found(2 * nats), (BitsPerByte(nats, 4),))
+        for name, nats in (("x", 5.0), ("y", 6.0))
+    }
+    table = write_results(tmp_path, rows)
+    assert table.columns.tolist() == ["a", "b", "average", "public", "joint"]
+    assert table.loc["x", "joint"] == pytest.approx(15 / np.log(2) / 8)
+    assert best_of(table) == dict(highest=[], lowest=table.columns.tolist())
+    assert "| 0.9017 |" in (tmp_path / "table.md").read_text()
+    told = json.loads((tmp_path / "table.json").read_text())["accuracy"]["x"]
+    assert told["average"]["bits"] == table.loc["x", "average"] and told["a"]["bytes"] == 8
+    assert told["average"]["interval"] is None  # for less than two texts nothing is known
+    assert read_measured(json.loads(json.dumps(rows["x"].counts))) == rows["x"]
+    figure = accuracy_figure({"x": measured_twice(rows["x"])})
+    assert ticks(figure) == ["a", "b", "public", "joint"]
+    assert figure.axes[0].get_ylabel() == "bits per byte"
+
+
+def measured_twice(row):
+    "The same with two texts in each place, so that intervals are known."
+    two = lambda one: replace(one, texts=2, nats_nats=one.nats**2, bytes_bytes=one.bytes**2)
+    parts = ({name: two(one) for name, one in part.items()} for part in (row.domains, row.joint))
+    return Measured(*parts, tuple(map(two, row.public)))
+
+
+def test_plain_text_is_joined_as_a_stream(tiny_plain):
+    seed, benchmark = tiny_plain
+    found = measure_all(Model(seed, seed.backbone), benchmark)
+    parts = {client.name: client.test for client in benchmark.clients}
+    for client in benchmark.clients:
+        own, stream = client.test, in_a_stream(parts)[client.name]
+        for data, one in ((own, found.domains), (stream, found.joint)):
+            assert one[client.name] == measure(Model(seed, seed.backbone), data, client.classes)
+        assert found.joint[client.name].texts == len(own)
+    assert found.joint != found.domains
+
+
+@pytest.fixture
+def tiny_plain(tiny_decoder):
+    "A decoder, and a benchmark of two kinds of passages."
+    whole = load_corpora(("rust", "spanish"))
+    cut = lambda domain: domain.take(train=8, validation=4, test=4)
+    clients = [cut(client) for client in whole.clients]
+    return open_seed(str(tiny_decoder)), Benchmark("plain", cut(whole.pool), clients)
 
 
 @pytest.mark.parametrize("name", ["average", "public", "joint"])

@@ -29,13 +29,16 @@ from pictures import noise, pictures
 from safetensors.torch import save_file
 from transformers import LlamaModel
 
-from harmomoe.base.artefacts import digest_weights
+from harmomoe.base.artefacts import digest_weights, read_manifest
 from harmomoe.base.process import seeded
 from harmomoe.base.schema import read_json
+from harmomoe.data.corpora import load_corpus
 from harmomoe.models import weights as module
 from harmomoe.models.clip import CONFIG, PAPER_PROMPT, WEIGHTS, ImageSeed
 from harmomoe.models.decoder import FACTS, DecoderSeed, SavedDecoder
-from harmomoe.models.weights import OPENAI_INTEGERS, open_decoder, open_seed
+from harmomoe.models.evaluate import measure
+from harmomoe.models.model import Model
+from harmomoe.models.weights import EMBEDDED, OPENAI_INTEGERS, open_decoder, open_seed
 
 # OpenAI's archives are TorchScript
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning")
@@ -146,6 +149,22 @@ def test_any_folder_of_open_clip_is_a_seed(tiny_seed, tiny_seed_folder, tmp_path
 def test_embedded_seed_opens_without_network(no_network):
     seed = open_seed()
     assert seed.name == "embedded" and len(seed.layers) == seed.config["vision_cfg"]["layers"]
+
+
+def test_embedded_language_model_opens_without_network_and_is_as_its_manifest_says(no_network):
+    seed, folder = open_seed("embedded-text"), EMBEDDED["embedded-text"]
+    assert seed.name == "embedded-text" and seed.is_causal
+    said = read_manifest(folder, "seed")["facts"]["bits_per_byte"]
+    client = load_corpus("rust")
+    found = measure(Model(seed, seed.backbone), client.test, client.classes)
+    assert found.bits == pytest.approx(said["rust"], abs=0.002)  # float16 in the file
+
+
+def test_the_embedded_parts_stay_small():
+    size = lambda folder: sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    text = EMBEDDED["embedded-text"]
+    assert size(text) <= 12e6
+    assert size(text) + size(text.parent / "corpora") <= 20e6
 
 
 def test_workers_are_those_of_an_image_seed(tiny_seed_folder, weights_file, tiny_decoder):
@@ -521,7 +540,7 @@ def test_language_models_go_their_own_way_with_their_settings(backbone, monkeypa
 )
 @pytest.mark.parametrize("reading", [{}, dict(scoring="letter")], ids=str)
 def test_what_is_nothing_at_all_is_one_error_that_names_what_could_be(backbone, reading):
-    said = f"backbone '{backbone}' is neither 'embedded', nor a folder .*owner/name"
+    said = f"backbone '{backbone}' is none of embedded, embedded-text, nor .*owner/name"
     with pytest.raises(ValueError, match=said):
         open_seed(backbone, **reading)
     with pytest.raises(ValueError, match=f"backbone '{backbone}' is neither a folder, nor a .gguf"):

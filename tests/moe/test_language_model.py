@@ -867,3 +867,183 @@ def test_outputs_are_those_of_transformers():
     assert len(found.hidden_states) == 4 and found.logits.shape == (2, 2, 97)
     assert isinstance(shared()(TEXTS, return_dict=False), tuple)
     assert shared().get_decoder() is shared().backbone.model and shared().num_parameters() > 0
+
+
+# What the routers said
+
+
+def heard(model, run):
+    "What `run` returns; and pi, weights and experts of each router call, in order."
+    said, handles = [], []
+    for layer in model.moe_layers:
+        probabilities = layer.router.probabilities
+
+        def kept(*inputs, call=probabilities):
+            said.append([pi := call(*inputs)])
+            return pi
+
+        layer.router.probabilities = kept
+        hook = lambda router, inputs, output: said[-1].extend(output)
+        handles.append(layer.router.register_forward_hook(hook))
+    try:
+        return run(), said
+    finally:
+        for layer, handle in zip(model.moe_layers, handles):
+            del layer.router.probabilities
+            handle.remove()
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["all", "members"])
+@pytest.mark.parametrize(
+    "router",
+    [{}, dict(context="sequence", form="moments"), dict(context="prompt", form="evidence")],
+    ids=["logistic", "moments", "evidence"],
+)
+def test_router_logits_are_what_the_routers_said(router, told):
+    model = build(**router)
+    before = logits_of(model)
+    rows = [["law"], ["seed", "law", "medicine"]]
+    how = dict(members=model.members(rows)) if told else {}
+    plain = logits_of(model, **how)
+    with torch.no_grad():
+        ask = lambda: model(TEXTS, attention_mask=LEFT, output_router_logits=True, **how)
+        found, said = heard(model, ask)
+    assert torch.equal(found.logits, plain)
+    assert [tuple(x.shape) for x in found.router_logits] == [(18, 3)] * 3
+    for logits, (pi, *_) in zip(found.router_logits, said):
+        assert torch.allclose(logits.softmax(-1), pi.flatten(0, 1), atol=1e-6)
+    if told:
+        off = found.router_logits[0].view(2, 9, 3).isinf()
+        assert off[0].tolist() == [[True, False, True]] * 9 and not off[1].any()
+    assert logits_of(model).equal(before) and "logits" not in vars(model.moe_layers[0].router)
+    assert not hasattr(shared()(TEXTS), "router_logits")
+
+
+def test_router_logits_come_in_a_tuple_with_a_cache_and_in_training():
+    model = build()
+    as_tuple = model(TEXTS, output_router_logits=True, return_dict=False)
+    assert len(as_tuple[-1]) == 3 and as_tuple[-1][0].shape == (18, 3)
+    kept, parts = None, []
+    for t in range(9):
+        one = model(TEXTS[:, t : t + 1], past_key_values=kept, output_router_logits=True)
+        kept = one.past_key_values
+        parts.append(torch.stack(one.router_logits))
+    at_once = torch.stack(as_tuple[-1]).view(3, 2, 9, 3)
+    assert torch.allclose(torch.stack(parts, 2), at_once, atol=1e-4)
+    loss = model.train()(TEXTS, labels=TEXTS, output_router_logits=True)
+    torch.stack(loss.router_logits).square().mean().backward()
+    assert all(layer.router.vectors.grad.abs().sum() > 0 for layer in model.moe_layers)
+
+
+def test_a_router_that_fails_while_it_is_heard_is_itself_again(monkeypatch):
+    model = build()
+    with pytest.raises(ValueError, match="this pass has 2 samples"):
+        model(TEXTS, members=model.members([["law"]]), output_router_logits=True)
+    assert "logits" not in vars(model.moe_layers[0].router)
+    assert torch.equal(logits_of(model), logits_of(shared()))
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["all", "members"])
+@pytest.mark.parametrize(
+    "router",
+    [{}, dict(context="prompt"), dict(top_k=1), dict(norm_topk_prob=True), dict(top_k=3)],
+    ids=str,
+)
+def test_shares_are_those_of_the_passes_that_wrote(router, told):
+    model = build(**router)
+    rows = [["law"], ["seed", "medicine"]]
+    how = dict(members=model.members(rows)) if told else {}
+    how |= dict(attention_mask=LEFT, max_new_tokens=8, return_dict_in_generate=True)
+    write = lambda: model.generate(TEXTS, **how)
+    first, second = write().sequences[:, 9:].tolist()
+    end = next(token for token in first[1:7] if token not in (*first[:1], *second))
+    model.generation_config.eos_token_id = [end, 1]  # so that the first text ends early
+    output, said = heard(model, write)
+    ends, steps = first.index(end) + 1, output.sequences.shape[1] - 9
+    assert 1 < ends < steps == len(said) // 3
+    wanted = torch.zeros(2, 3, dtype=torch.float64)
+    for step, row in [(s, 0) for s in range(ends)] + [(s, 1) for s in range(steps)]:
+        for _, weights, experts in said[3 * step : 3 * step + 3]:
+            last = weights[row, -1].double()
+            wanted[row].index_add_(0, experts[row, -1], last / last.sum())
+    wanted /= 3 * torch.tensor([[ends], [steps]])
+    found = model.expert_shares(output.sequences, LEFT, 9, how.get("members"))
+    assert torch.allclose(found.double(), wanted, atol=1e-5)
+    if told:
+        assert found[0].tolist() == [0, 1, 0] and found[1, 1] == 0
+
+
+def test_shares_of_many_texts_for_one_prompt_and_of_texts_that_were_read():
+    model = build()
+    members = model.members([["law"], ["medicine"]])
+    how = dict(attention_mask=LEFT, members=members, do_sample=True, num_return_sequences=2)
+    torch.manual_seed(0)
+    written = model.generate(TEXTS, **WHOLE, **how)
+    shares = model.expert_shares(written, LEFT, 9, members)
+    assert shares.tolist() == [[0, 1, 0]] * 2 + [[0, 0, 1]] * 2
+    read = model.expert_shares(TEXTS, LEFT)
+    alone = model.expert_shares(TEXTS[:1, 3:])  # padding does not count
+    assert torch.allclose(read[:1], alone, atol=1e-5)
+    assert torch.allclose(read.sum(1), torch.ones(2))
+    for length in (9, -1):
+        with pytest.raises(ValueError, match="none is left"):
+            model.expert_shares(TEXTS, LEFT, length)
+
+
+def test_other_programs_find_the_class_by_its_name(tmp_path):
+    shared().save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    kind = getattr(transformers, config.architectures[0])
+    assert kind is HarmoMoEForCausalLM
+    assert torch.equal(logits_of(kind.from_pretrained(tmp_path)), logits_of(shared()))
+    assert not kind.is_backend_compatible()  # they would mix the texts of a batch
+
+
+# Seeds of fewer bits
+
+
+def by_torch(model, folder):
+    "Linear maps in 8 bit, by what torch itself has."
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantise = torch.ao.quantization.quantize_dynamic
+        return quantise(copy.deepcopy(model), {torch.nn.Linear}, dtype=torch.qint8)
+
+
+def by_torchao(model, folder):
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    config = transformers.TorchAoConfig(Int8WeightOnlyConfig())
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+
+
+def by_bitsandbytes(model, folder):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    config = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, device_map=where
+    )
+
+
+@pytest.mark.parametrize("quantised", [by_torch, by_torchao, by_bitsandbytes])
+def test_a_seed_of_8_bit_leaves_experts_and_routers_as_they_are(quantised, tmp_path):
+    model = build(size=dict(hidden_size=64, intermediate_size=96, initializer_range=0.1))
+    model.save_pretrained(tmp_path)
+    small = quantised(model, tmp_path).eval()
+    plain = small.moe_layers[0].ffn.gate_proj
+    kept = getattr(plain, "weight", None)
+    assert type(plain) is not torch.nn.Linear or type(kept) is not torch.nn.Parameter
+    for ours, theirs in zip(model.moe_layers, small.moe_layers):
+        for name, p in ours.named_parameters():
+            if not name.startswith("ffn."):
+                assert torch.equal(theirs.get_parameter(name).cpu(), p), name
+    texts, mask = TEXTS.to(small.device), LEFT.to(small.device)
+    found, expected = logits_of(small, texts, mask)[:, -1].cpu(), logits_of(model)[:, -1]
+    assert 0 < (found - expected).norm() < 0.3 * expected.norm()
+    how = dict(attention_mask=mask, members=small.members([["law"], ["seed", "medicine"]]))
+    written = small.generate(texts, **how, **WHOLE)
+    assert written.shape == (2, 16)
+    shares = small.expert_shares(written, mask, 9, how["members"]).cpu()
+    assert shares[0].tolist() == [0, 1, 0] and shares[1, 1] == 0
