@@ -175,6 +175,12 @@ def _hand_down(model: nn.Module, arguments: tuple, keywords: dict) -> tuple[tupl
             "routing by context needs the attention mask [B, T] that says which tokens are "
             "padding, not one that is prepared for attention; leave cache_implementation out."
         )
+    written = keywords.get("past_key_values") is not None
+    if model.context_reach == "prompt" and prompt is None and not written:
+        raise ValueError(
+            "with context='prompt' a pass without a cache needs prompt_mask [B, T], True for the "
+            "prompt's tokens: else tokens were routed by what follows them."
+        )
     given = keywords.get("input_ids"), keywords.get("inputs_embeds"), *arguments
     length = next(x for x in given if x is not None).shape[1]
     parts = (None if part is None else part[:, -length:].bool() for part in (mask, prompt))
@@ -212,8 +218,8 @@ def share_context(
     """From now on every pass of the model leaves a `Context` in the attribute `context` of each
     MoE layer. The model takes two more keywords: `prompt_mask`, bool [B, T], the tokens that a
     context of reach "prompt" is made of, and `members`, bool [B, E], the experts that take part in
-    each sequence. A pass raises `ValueError` for a mask that attention prepared, and for a cache
-    with the whole sequence as context."""
+    each sequence. A pass raises `ValueError` for a mask that attention prepared, for a cache with
+    the whole sequence as context, and without one where nobody says what the prompt is."""
     _layer_types()  # now, since torch.compile cannot trace a class being made
     model.base_model.context_reach = reach
     model.base_model.register_forward_pre_hook(_hand_down, with_kwargs=True)

@@ -233,15 +233,22 @@ def asked_tokens(
     prompt_mask: Tensor | None,  # [B, T], 1 for the prompt's tokens, if somebody says so
     labels: Tensor | None,  # int64 [B, T], -100 where nothing is predicted
     attention_mask: Tensor | None,  # [B, T], 0 for padding
-) -> Tensor | None:  # [B, T], the prompt's real tokens; None if all real ones are
-    "Where prompts are: as said, or where `labels` are -100; a text all of which is predicted asks."
-    if prompt_mask is None and labels is not None:
-        prompt_mask = (labels == -100) | (labels != -100).all(1, keepdim=True)
+) -> Tensor | None:  # [B, T], the prompt's real tokens; None if nobody says
+    """Where prompts are: as said, or where `labels` are -100. Raises `ValueError` if labels leave
+    nothing of a text to be the prompt."""
+    told = prompt_mask is None and labels is not None
+    if told:
+        prompt_mask = labels == -100
     if prompt_mask is not None and attention_mask is not None:
         prompt_mask = prompt_mask.bool() & attention_mask.bool()
+    if told and not torch.compiler.is_compiling() and not prompt_mask.any(1).all():
+        raise ValueError(
+            "with context='prompt' labels must be -100 for the prompt of each text, but all of one "
+            "is predicted: give prompt_mask, or unify with context='prefix'."
+        )
     return prompt_mask
 
-
+# %% ../../nbs/moe/04_language_model.ipynb #16b538bd
 class PromptGenerationMixin(GenerationMixin):
     "Generation that knows where the prompt ends."
 
@@ -417,7 +424,7 @@ class HarmoMoEForCausalLM(
         use_cache: bool | None = None,  # whether to return a cache
         logits_to_keep: int | Tensor = 0,  # how many of the last tokens get logits; 0 for all
         # [B, T], 1 for the prompt's tokens, for context="prompt" without a cache; None: where
-        # `labels` are -100, or else everywhere
+        # `labels` are -100
         prompt_mask: Tensor | None = None,
         # bool [B, E], the experts that take part in each text, as from `members`; None: all
         members: Tensor | None = None,

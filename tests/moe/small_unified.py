@@ -79,6 +79,11 @@ def shared(family="llama"):
 
 
 def logits_of(model, texts=TEXTS, mask=LEFT, **others):
+    "Where nothing says what the prompt is, all of a text is."
+    said = others.keys() & {"labels", "prompt_mask", "past_key_values"}
+    inner = getattr(model, "backbone", model).base_model
+    if not said and getattr(inner, "context_reach", "") == "prompt":
+        others["prompt_mask"] = torch.ones_like(texts) if mask is None else mask
     with torch.no_grad():
         return model(texts, attention_mask=mask, **others).logits
 

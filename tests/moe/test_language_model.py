@@ -107,12 +107,27 @@ def test_labels_tell_where_the_prompt_ends():
     by_mask = logits_of(model, prompt_mask=asked, use_cache=False)
     assert torch.equal(logits_of(model, labels=labels, use_cache=False), by_mask)
     whole = logits_of(model, use_cache=False)
-    # all is predicted: no prompt to go by
-    assert torch.equal(logits_of(model, labels=TEXTS, use_cache=False), whole)
-    kept = model(TEXTS, attention_mask=LEFT, use_cache=True).past_key_values
+    assert not close(whole, by_mask)
+    kept = model(TEXTS, attention_mask=LEFT, prompt_mask=LEFT, use_cache=True).past_key_values
     kept.crop(-3)
     again = model(TEXTS[:, 6:], attention_mask=LEFT, past_key_values=kept, use_cache=True).logits
     assert close(again[LEFT[:, 6:].bool()], whole[:, 6:][LEFT[:, 6:].bool()])
+
+
+def test_who_does_not_say_what_the_prompt_is_would_be_routed_by_what_follows():
+    model, said = build(context="prompt"), "needs prompt_mask .* routed by what follows"
+    with pytest.raises(ValueError, match=said):
+        model(TEXTS, attention_mask=LEFT)
+    with pytest.raises(ValueError, match=said):
+        model.generate(TEXTS, attention_mask=LEFT, use_cache=False, max_new_tokens=2)
+    model.generate(TEXTS, attention_mask=LEFT, max_new_tokens=2)  # which knows
+    for labels in (TEXTS, TEXTS.masked_fill(LEFT == 0, -100)):  # only padding is left out
+        with pytest.raises(ValueError, match="labels must be -100 for the prompt of each text"):
+            model(TEXTS, attention_mask=LEFT, labels=labels)
+    labels = TEXTS.clone()
+    labels[0, :5] = -100  # of the second text all is predicted
+    with pytest.raises(ValueError, match="all of one is predicted"):
+        model(TEXTS, attention_mask=LEFT, labels=labels)
 
 
 @families
@@ -245,6 +260,8 @@ def test_members_with_a_cache_are_those_of_the_full_pass(context, pieces):
         for length in pieces:
             end = start + length
             texts, how = TEXTS[:, start:end], dict(attention_mask=LEFT[:, :end], use_cache=True)
+            if context == "prompt" and not start:
+                how["prompt_mask"] = LEFT[:, :end]
             part = model(texts, past_key_values=kept, members=members, **how)
             kept, start = part.past_key_values, end
             parts.append(part.logits)
@@ -800,7 +817,8 @@ def pickled(model):
 def test_a_copy_has_its_own_context(copied, form):
     router = dict(form=form, context="prefix" if form == "logistic" else "prompt")
     model = build(**router)
-    model(TEXTS, attention_mask=LEFT)  # with gradients, as in training
+    asked = dict(prompt_mask=LEFT) if form == "evidence" else {}
+    model(TEXTS, attention_mask=LEFT, **asked)  # with gradients, as in training
     again = copied(model)
     expected = logits_of(model)
     assert torch.equal(logits_of(again), expected)
@@ -904,6 +922,7 @@ def test_router_logits_are_what_the_routers_said(router, told):
     before = logits_of(model)
     rows = [["law"], ["seed", "law", "medicine"]]
     how = dict(members=model.members(rows)) if told else {}
+    how |= dict(prompt_mask=LEFT) if router.get("context") == "prompt" else {}
     plain = logits_of(model, **how)
     with torch.no_grad():
         ask = lambda: model(TEXTS, attention_mask=LEFT, output_router_logits=True, **how)
