@@ -142,7 +142,7 @@ def halve(self: Amount) -> int:
 def finished(source, room):
     exported = dict(cell_type="code", metadata={"execution": {}}, source=source, outputs=[])
     notebook = dict(cells=[exported], metadata={})
-    finish_pages.finished(notebook, room)
+    finish_pages.finished(notebook, room, {})
     return notebook["cells"]
 
 
@@ -196,8 +196,28 @@ def test_terms_are_linked_once_and_only_in_prose():
     assert terms == {"Proxy": "proxy"}
 
 
+def test_captions_that_nbdev_cut_apart_are_whole_again():
+    said = "#| fig-cap: >-\n#|   One: a line.\n#|   Its end.\n#| fig-alt: 'An: x'\nplot()\n"
+    cut = "#| echo: false\n#| fig-cap: >-\n#| One: a line.\n#| Its: end.\nplot()\n"
+    mended = finish_pages.whole_options(cut, "#| echo: false\n#| exports\n" + said)
+    lines = ["#| echo: false", "#| exports: true", '#| fig-cap: "One: a line. Its end."']
+    assert mended.splitlines() == [*lines, '#| fig-alt: "An: x"', "plot()"]
+    assert finish_pages.whole_options("#| echo: false\nplot()", "") == "#| echo: false\nplot()"
+    open_value = finish_pages.whole_options("x", "#| fig-cap: Less. Blue: more.\nx")
+    assert yaml.safe_load(open_value[2:].splitlines()[0]) == {"fig-cap": "Less. Blue: more."}
+
+
+def test_finished_pages_are_lists_of_lines(tmp_path):
+    shown = dict(output_type="display_data", data={"text/html": "<b>\n</b>"}, metadata={})
+    cells = [finish_pages.markdown("a\nb"), finish_pages.code("1\n2") | dict(outputs=[shown])]
+    finish_pages.write(tmp_path / "x.ipynb", dict(cells=cells, metadata={}))
+    text, code = json.loads((tmp_path / "x.ipynb").read_text())["cells"]
+    assert text["source"] == ["a\n", "b"] and code["source"] == ["1\n", "2"]
+    assert code["outputs"][0]["data"]["text/html"] == ["<b>\n", "</b>"]
+
+
 def test_names_are_listed_with_their_first_sentence():
-    listed = "\n".join(text_of(cell) for cell in finish_pages.names_page()["cells"])
+    listed = "\n".join(text_of(cell) for cell in finish_pages.names_by_room())
     line = "| [`digest`](base/artefacts.html#digest) | SHA-256 of the canonical JSON of `value`. |"
     assert line in listed.splitlines()
     assert "[`Config`](config/settings.html#config)" in listed and "__post_init__" not in listed

@@ -170,7 +170,6 @@ def sidebar_problems() -> list[str]:
     listed = listed_pages(website["sidebar"]["contents"])
     paths = [path.relative_to(NOTEBOOKS) for path in NOTEBOOKS.rglob("*.ipynb")]
     there = {path.as_posix() for path in paths if not any(part[0] in "._" for part in path.parts)}
-    there.add("names.ipynb")  # made by finish_pages.py
     twice = {page for page in listed if listed.count(page) > 1}
     found = [f"{page} is in the sidebar twice" for page in sorted(twice)]
     found += [f"{page} is in the sidebar, but not in nbs/" for page in sorted(set(listed) - there)]

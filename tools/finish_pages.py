@@ -9,6 +9,7 @@ class, its fields, and one list of all names. All that is made here, from the co
 - cells that only import are folded;
 - the first use of each term of the glossary on a page leads there;
 - a code span inside a link is one link;
+- options of several lines (captions, alternative texts), which nbdev cuts apart, are whole again;
 - `names.ipynb` lists every public name by room.
 
 With `--twins FOLDER` it writes each finished page as Markdown into the folder of the rendered site,
@@ -29,7 +30,7 @@ import yaml
 from make_readme import ROOT
 from nbdev.doclinks import NbdevLookup
 
-PROCESSED = ROOT / "_proc"
+NOTEBOOKS, PROCESSED = ROOT / "nbs", ROOT / "_proc"
 OPEN = {"moe", "describe", "client", "server", "baselines"}  # whose code is the method
 SOURCE = r"\[source\]\((\S+?)\)"
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -240,6 +241,29 @@ def directive(text: str, name: str) -> bool:
     return bool(re.search(rf"^#\|\s*{name}\b", text, flags=re.MULTILINE))
 
 
+def one_line(option: re.Match) -> str:
+    """A caption or alternative text as one quoted line."""
+    name, first, more = option.groups()
+    lines = [first, *(line.removeprefix("#|") for line in more.splitlines())]
+    said = " ".join(line.strip() for line in lines).strip()
+    if said[:1] in "\"'":
+        said = yaml.safe_load(said)
+    return f"#| {name}: {json.dumps(said, ensure_ascii=False)}\n"
+
+
+def whole_options(text: str, written: str) -> str:
+    """A cell with the captions and alternative texts that were written for it. nbdev takes each
+    line of them for an option of its own, and Quarto does not read a colon in one without quotes.
+    """
+    option = r"^#\| ?((?:fig|tbl)-(?:cap|alt)): *(?:>-)?(.*)\n?((?:#\| {2,}\S.*\n?)*)"
+    opening = re.match(r"(#\|.*\n?)*", written)[0]
+    if not re.search(option, opening, flags=re.MULTILINE):
+        return text
+    mended = re.sub(option, one_line, opening, flags=re.MULTILINE)
+    mended = re.sub(r"^#\| ?([\w-]+) *$", r"#| \1: true", mended, flags=re.MULTILINE)
+    return mended + without_directives(text)
+
+
 def only_imports(text: str) -> bool:
     """Whether a cell does nothing but import."""
     try:
@@ -295,14 +319,17 @@ def is_entry(cell: dict) -> bool:
     )
 
 
-def finished(notebook: dict, room: str) -> None:
-    """Make a processed notebook's cells what a reader is to see."""
+def finished(notebook: dict, room: str, written: dict[str, str]) -> None:
+    """Make a processed notebook's cells what a reader is to see; `written` has the cells of the
+    notebook that it was made from, by their ids."""
     sources, cells = sources_of(notebook["cells"]), []
     for cell in notebook["cells"]:
         cell["metadata"].pop("execution", None)  # Quarto would make attributes of it
         text = text_of(cell)
         if is_entry(cell):
             continue
+        if cell["cell_type"] == "code":
+            text = cell["source"] = whole_options(text, written.get(cell.get("id"), ""))
         if cell["cell_type"] == "code" and directive(text, "exports"):
             cells += entries(without_directives(text), sources, room in OPEN)
             continue
@@ -377,7 +404,7 @@ def first_sentence(text: str) -> str:
     return re.split(r"(?<=[.!?])\s", flat, maxsplit=1)[0]
 
 
-def names_page() -> dict:
+def names_by_room() -> list[dict]:
     """Every public name of the package by room: a link, and its first sentence."""
     index = import_module("harmomoe._modidx").d["syms"]
     rooms = {}
@@ -397,16 +424,19 @@ def names_page() -> dict:
                 sentence = cell_text(first_sentence(said[name]))
                 rooms.setdefault(room, []).append(f"| [`{name}`]({page}#{anchor}) | {sentence} |")
     head = "| name | |\n|:---|:-------|\n"
-    tables = [f"## {room}\n\n{head}" + "\n".join(rows) for room, rows in rooms.items()]
-    front = "---\ntitle: All names\ndescription: Every public name of the package, by room\n---\n"
-    top = dict(cell_type="raw", metadata={}, source=front)
-    return dict(cells=[top, *map(markdown, tables)], metadata={}, nbformat=4, nbformat_minor=5)
+    return [markdown(f"## {room}\n\n{head}" + "\n".join(rows)) for room, rows in rooms.items()]
 
 
 def write(path: Path, notebook: dict) -> None:
-    """Write a notebook with the ids that its format wants."""
+    """Write a notebook with the ids that its format wants, and texts as lists of lines: Quarto
+    loses the ends of lines of any other."""
     for number, cell in enumerate(notebook["cells"]):
         cell["id"] = f"{number:08x}"
+        cell["source"] = text_of(cell).splitlines(keepends=True)
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            for kind in [kind for kind in data if kind.startswith("text/")]:
+                data[kind] = "".join(data[kind]).splitlines(keepends=True)
     path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -450,7 +480,9 @@ def finish() -> None:
         notebook = json.loads(path.read_text(encoding="utf-8"))
         if notebook["metadata"].get("finished"):
             continue
-        finished(notebook, relative.parts[0])
+        original = json.loads((NOTEBOOKS / relative).read_text(encoding="utf-8"))["cells"]
+        written = {cell.get("id"): text_of(cell) for cell in original}
+        finished(notebook, relative.parts[0], written)
         for cell in notebook["cells"]:
             if cell["cell_type"] == "markdown":
                 cell["source"] = joined_links(lookup.linkify(text_of(cell)))
@@ -458,7 +490,10 @@ def finish() -> None:
             link_terms(notebook, terms, relative)
         notebook["metadata"]["finished"] = True
         write(path, notebook)
-    write(PROCESSED / "names.ipynb", names_page() | dict(metadata=dict(finished=True)))
+    path = PROCESSED / "names.ipynb"
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    top = [cell for cell in notebook["cells"] if not text_of(cell).startswith("## ")]
+    write(path, notebook | dict(cells=[*top, *names_by_room()]))
 
 
 if __name__ == "__main__":

@@ -315,7 +315,7 @@ def new_router(
         return EvidenceRouter(vectors, *choices, earlier=earlier)
     biases = None if settings.sent_form == "mean" else torch.zeros(experts)
     choices = settings.top_k, settings.lam, settings.learn_lam, settings.norm_topk_prob
-    return Router(vectors, *choices, biases)
+    return Router(vectors, *choices, biases, settings.horizon)
 
 
 def insert_experts(

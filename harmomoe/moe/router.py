@@ -37,6 +37,7 @@ class RouterParameters(nn.Module):
         norm_topk_prob: bool = False,
         # float32 [E], initial b_p; None leaves them out, as the paper does
         biases: Tensor | None = None,
+        horizon: float = 0.0,  # tokens after which a prefix counts e times less; 0: it never does
     ):
         super().__init__()
         if not 1 <= top_k <= len(vectors):
@@ -48,7 +49,7 @@ class RouterParameters(nn.Module):
         self.vectors = nn.Parameter(vectors.clone())
         self.biases = None if biases is None else nn.Parameter(biases.clone())
         self.lam = nn.Parameter(torch.tensor(float(lam)), requires_grad=learn_lam)
-        self.top_k, self.norm_topk_prob = top_k, norm_topk_prob
+        self.top_k, self.norm_topk_prob, self.horizon = top_k, norm_topk_prob, horizon
         # the experts that take part: bool [E], or [B, E] for each sample of a pass; None: all do
         self.active: Tensor | None = None
         # added to the logits: float32 [E], or [B, E] for each sample of a pass; None: nothing is
@@ -86,7 +87,7 @@ class RouterLogits(RouterParameters):
         lam = self.lam.clamp(0, 1)
         if torch.is_grad_enabled():
             lam = self.lam + (lam - self.lam).detach()
-        return logits.lerp(context.mean(logits, spread), lam.to(z.dtype))
+        return logits.lerp(context.mean(logits, spread, self.horizon), lam.to(z.dtype))
 
 # %% ../../nbs/moe/02_router.ipynb #15b7286f
 class Router(RouterLogits):
@@ -317,9 +318,16 @@ class RouterSettings:
     context: Literal[REACHES] = "sequence"
     # of a density ratio: log odds of the seed's expert against a client's, before a sample is seen
     seed_logit: Annotated[float, Within(-1000, 1000)] = 0.0
+    # of a prefix: tokens after which what it told counts e times less; 0: it never does
+    horizon: Annotated[float, Within(0, 10**6)] = 0.0
 
     def __post_init__(self):
         check_fields(self)
+        if self.horizon and self.context != "prefix":
+            raise ValueError(
+                f"horizon is {self.horizon}, but only a prefix fades: leave it out with "
+                f"context={self.context!r}."
+            )
         if self.context == "prefix" and FORMS[self.sent_form][0] > 1:
             raise ValueError(
                 f"form is {self.form!r}, which needs the whole sequence: choose 'logistic' or "
