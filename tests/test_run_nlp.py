@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import harmomoe.models.unified  # noqa: F401 (its models can be loaded)
 from harmomoe.base.artefacts import stages_run
+from harmomoe.config.settings import preset
 from harmomoe.models.evaluate import BITS, measure
 from harmomoe.models.model import load_model
 from harmomoe.models.weights import open_seed
@@ -45,6 +46,7 @@ def parameters(tiny_decoder, tiny_texts):
         clients=",".join(DOMAINS),
         pool="sayings",
         settings=SETTINGS,
+        methods="zeroshot,experts,btm,model_soup,btx,flexolmo,unrestricted_moe",
         threads=1,
     )
 
@@ -105,13 +107,13 @@ def test_table_has_a_row_a_method_a_column_a_domain_and_the_models_numbers(
         assert all(row[name]["n"] == row["joint"]["domains"][name]["n"] == 10 for name in DOMAINS)
         assert row["public"]["texts"] == 1 and row["public"]["bits"] > 0
     assert parameters.items() <= told["parameters"].items()
-    assert told["parameters"]["preset"] == "text"
+    assert told["parameters"]["preset"] is None  # that of the seed
     assert told["seed_model"] == open_seed(str(tiny_decoder)).identity
     assert (folder / "table.md").read_text().count("\n") == len(METHODS) + 2
     [path] = kept(folder / "server", "model")
     model = load_model(path)
     assert model.experts == ["seed", *DOMAINS]
-    assert model.settings.context == "sequence"
+    assert model.settings == preset("text").router
     for client, percent in zip(space["benchmark"].clients, rows["harmomoe"]):
         found = measure(model, client.test, client.classes)
         assert found.percent == pytest.approx(percent, abs=0.006)
@@ -157,15 +159,16 @@ def test_second_run_computes_nothing_and_gives_the_same_table(again, run):
 
 
 def test_run_with_another_context_reuses_the_experts_and_writes_with_a_cache(again, run):
-    settings = "router.context=prefix, router.form=logistic, router.lam=0.7"
+    settings = "router.context=prompt, router.form=moments, router.horizon=0, router.lam=0.7"
     space, built = run(again, settings, methods="")
-    assert sorted(built) == sorted(["means", *2 * ["routing", "claim"], "model", "harmomoe"])
+    both = 2 * ["routing", "routing", "claim"]  # the paper's form, too, for another router
+    assert sorted(built) == sorted(["means", *both, "model", "harmomoe"])
     assert list(table(again)[1]) == ["harmomoe"]
-    assert space["unified"].settings.context == "prefix"
-    served, asked = saved(again), space["asked"]
-    said = [generated(served, asked, use_cache=cached) for cached in (True, False)]
-    assert torch.equal(*said)
-    assert torch.equal(said[0], space["said"])
+    assert space["unified"].settings.context == "prompt"
+    served, ids = saved(again), space["ids"]
+    alone = generated(served, ids, use_cache=False, prompt_mask=torch.ones_like(ids))
+    assert torch.equal(generated(served, ids, use_cache=True), alone)
+    assert torch.equal(alone, space["said"])
 
 
 def test_seed_of_half_precision_stays_so_to_the_end_and_clients_may_be_unnamed(run, tmp_path):
@@ -176,6 +179,19 @@ def test_seed_of_half_precision_stays_so_to_the_end_and_clients_may_be_unnamed(r
     assert space["unified"].seed.identity == space["model0"].identity
     for model in (space["unified"].backbone, space["served"], saved(tmp_path / "out")):
         assert model.dtype == torch.bfloat16
+
+
+def test_passages_of_the_package_are_continued_and_measured_in_bits(parameters, run, tmp_path):
+    few = "reading.pool=60, reading.train=12, reading.test=4, proxies.number=8"
+    given = dict(data="corpora", clients="rust,spanish", pool="", methods="zeroshot,matching experts")
+    space, _ = run("out", few, **given)
+    header, rows = table(tmp_path / "out")
+    assert header == ["method", "rust", "spanish", "average", "public", "joint"]
+    assert list(rows) == ["zeroshot", "matching experts", "harmomoe"]
+    assert len(space["benchmark"].pool.train) == 60
+    told = json.loads((tmp_path / "out" / "table.json").read_text())["accuracy"]["harmomoe"]
+    assert told["rust"]["texts"] == 4 and told["joint"]["domains"]["rust"]["bits"] > 0
+    assert space["best"]["highest"] == [] and len(space["said"]) == 60
 
 
 # ---- what is refused
