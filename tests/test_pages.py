@@ -45,10 +45,7 @@ def test_pictures_have_alternative_text(path):
 
 
 @every_page
-def test_a_page_with_code_shows_what_came_out(path, request):
-    if path.stem == "run_nlp":
-        why = "its data and seeds come from the hub; no text benchmark is embedded yet"
-        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
+def test_a_page_with_code_shows_what_came_out(path):
     said = [cell for cell in cells(path) if cell["outputs"]]
     assert said or not cells(path)
 

@@ -319,14 +319,19 @@ def _check_kinds(clients: list[Domain], texts: bool) -> None:
             "table holds both: name the clients of one kind."
         )
 
-
+# %% ../../nbs/bench/03_experiment.ipynb #70b59efd
 def _check(experiment: Experiment, texts: bool, notebook: str) -> None:
     "Pool and clients hold what the notebook is for, and all rows can be run."
-    benchmark = experiment.benchmark
+    seed, benchmark = experiment.source.seed(), experiment.benchmark
+    wanted, other = ("texts", "run_cv") if texts else ("images", "run_nlp")
+    if seed.is_causal != texts:
+        raise ValueError(
+            f"backbone {experiment.source.backbone!r} does not read {wanted}; {other}.ipynb is for "
+            f"it, {notebook}.ipynb is not."
+        )
     for domain in (benchmark.pool, *benchmark.clients):
         found = "prompt" in domain.train.column_names
         if found != texts:
-            wanted, other = ("texts", "run_cv") if texts else ("images", "run_nlp")
             raise ValueError(
                 f"{domain.name} holds no {wanted}; {other}.ipynb is for what it holds, "
                 f"{notebook}.ipynb is not."

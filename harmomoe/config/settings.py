@@ -177,7 +177,8 @@ _GATED = dict(
     routing=RoutingSettings(2000, forms="mean"),
     router=RouterSettings(top_k=2, norm_topk_prob=True, form="evidence", seed_logit=-4.0),
 )
-_PREFIX = RouterSettings(top_k=2, norm_topk_prob=True, lam=1.0, form="logistic", context="prefix")
+_FADING = dict(form="logistic", context="prefix", horizon=32.0, seed_logit=-0.5, lam=1.0)
+_PREFIX = RouterSettings(top_k=2, norm_topk_prob=True, **_FADING)
 _TEXT = dict(
     expert=ExpertSettings(batch_size=32, learning_rate=1e-4, warmup_steps=200, **_ADAMW),
     finetune=Training(epochs=1, batch_size=32, learning_rate=1e-4, **_ADAMW),
@@ -187,6 +188,8 @@ _SMALL = dict(
     expert=ExpertSettings(batch_size=32, learning_rate=3e-3, **_ADAMW),
     finetune=Training(epochs=5, batch_size=64, learning_rate=1e-5, **_ADAMW),
 )
+
+# %% ../../nbs/config/00_settings.ipynb #bc2bd3a6
 _PRESETS = dict(
     paper=Config(),
     gated=Config(**_GATED),
@@ -207,7 +210,7 @@ _PRESETS |= {
         ),
         routing=RoutingSettings(500, forms="mean"),
         router=_PREFIX,
-        finetune=Training(epochs=1, batch_size=16, learning_rate=1e-4, **_ADAMW),
+        finetune=Training(epochs=0, batch_size=16, learning_rate=1e-4, **_ADAMW),
     ),
 }
 

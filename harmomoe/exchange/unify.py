@@ -198,6 +198,7 @@ SERVED = {
     "router.context": "prompt",
     "router.lam": 1.0,
     "router.norm_topk_prob": True,
+    "router.horizon": 0.0,
 }
 
 

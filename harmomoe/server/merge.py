@@ -103,7 +103,10 @@ def choose_router(
     if name not in ROUTERS:
         known = ", ".join(("preset", *ROUTERS))
         raise ValueError(f"router is {name!r:.80}, but must be one of {known}.")
-    return replace(config, router=replace(ROUTERS[name], context=config.router.context))
+    context, chosen = config.router.context, ROUTERS[name]
+    if name == "ratios" and context == "prefix":
+        chosen = preset("text").router  # whose form a prefix can be asked for
+    return replace(config, router=replace(chosen, context=context))
 
 
 def other_router(

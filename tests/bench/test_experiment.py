@@ -94,15 +94,24 @@ def test_every_stage_can_be_set_and_reading_is_one_of_them():
     assert config == changed(preset("paper"), wanted)
 
 
-@pytest.mark.parametrize("name", ["paper", "gated", "embedded", "text", "ratios"])
-@pytest.mark.parametrize("router", ["preset", "paper", "ratios", "evidence"])
+@pytest.mark.parametrize(
+    "name, router",
+    [
+        (name, router)
+        for name in ("paper", "gated", "embedded", "text", "ratios")
+        for router in ("preset", "paper", "ratios", "evidence")
+        if (name, router) != ("text", "evidence")
+    ],
+)
 def test_a_router_by_name_comes_before_its_fields_and_both_forms_are_sent(name, router):
     plain, config = (
         read_config(name, "router.lam=0.25", 0, router=given)[0] for given in (None, router)
     )
     wanted = choose_router(preset(name), router).router
     assert config.router == replace(wanted, lam=0.25)
-    ratio = "evidence" if wanted.form == "evidence" else "moments"
+    ratio = {"evidence": "evidence", "logistic": "logistic"}.get(wanted.form, "moments")
+    if name == "text":  # of a prefix only means are known
+        ratio = "logistic"
     assert config.routing.sent(config.router) == ("mean", ratio)
     assert plain == changed(preset(name), {"router.lam": 0.25})
     # nothing else is touched, and a preset that names both forms not at all
@@ -334,7 +343,7 @@ WORDS = {
     "pool as a client": (
         dict(clients="colours,words=sayings"),
         ValueError,
-        "client words has no questions with",
+        "client words has plain text, but others have questions with choices",
     ),
     "image model": (
         dict(backbone="embedded", settings="reading.dtype=bfloat16"),
@@ -344,7 +353,7 @@ WORDS = {
     "backbone": (
         dict(backbone="smolm2"),
         ValueError,
-        "'smolm2' is neither .* a language model on the Hugging",
+        "'smolm2' is none of .* a language model on the Hugging",
     ),
     "folder without a model": (dict(backbone="."), ValueError, "nor a folder with .* config.json"),
     "file": (dict(backbone="no.gguf"), FileNotFoundError, "there is no file no.gguf"),
@@ -424,10 +433,24 @@ def test_wrong_setting_of_a_method_to_compare_with_is_said_too(images, refuse):
 
 
 def test_texts_are_for_one_notebook_and_images_for_the_other(images, texts, refuse):
-    said = "holds no texts; run_cv.ipynb is for what it holds, run_nlp.ipynb is not"
+    said = "'.*' does not read texts; run_cv.ipynb is for it, run_nlp.ipynb is not"
     refuse("run_nlp", images, ValueError, said)
-    said = "holds no images; run_nlp.ipynb is for what it holds, run_cv.ipynb is not"
+    said = "'.*' does not read images; run_nlp.ipynb is for it, run_cv.ipynb is not"
     refuse("run_cv", texts, ValueError, said)
+    names = "data", "clients", "pool"
+    said = "holds no texts; run_cv.ipynb is for what it holds, run_nlp.ipynb is not"
+    refuse("run_nlp", texts | {name: images.get(name, "") for name in names}, ValueError, said)
+    said = "holds no images; run_nlp.ipynb is for what it holds, run_cv.ipynb is not"
+    refuse("run_cv", images | {name: texts[name] for name in names}, ValueError, said)
+
+
+def test_questions_and_plain_text_are_not_put_in_one_table(texts, tmp_path, refuse):
+    folder = shutil.copytree(texts["data"], tmp_path / "both")
+    for split in ("train", "val", "test"):
+        lines = (json.dumps(dict(text=f"Number {n} of {split} is read.")) for n in range(12))
+        (folder / f"plain_{split}.jsonl").write_text("\n".join(lines))
+    said = "client plain has plain text, but others have questions with choices"
+    refuse("run_nlp", texts | dict(data=str(folder), clients="colours,plain"), ValueError, said)
 
 
 @pytest.mark.parametrize("backbone", ["ViT-B/16", "ViT-B/32"])

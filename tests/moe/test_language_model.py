@@ -100,6 +100,18 @@ def test_a_prompt_without_padding_is_the_same_with_and_without_a_cache():
     assert torch.equal(cached, model.generate(TEXTS, **WHOLE))
 
 
+def test_a_prefix_that_fades_does_so_in_a_cache_too(tmp_path):
+    router = dict(context="prefix", form="logistic")
+    model, lasting = build(**router, horizon=2.0), build(**router)
+    settings = dict(attention_mask=LEFT) | WHOLE
+    cached = model.generate(TEXTS, use_cache=True, **settings)
+    assert torch.equal(cached, model.generate(TEXTS, use_cache=False, **settings))
+    assert not close(logits_of(model), logits_of(lasting))
+    model.save_pretrained(tmp_path / "model")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(logits_of(again), logits_of(model))
+
+
 def test_labels_tell_where_the_prompt_ends():
     model, labels = build(context="prompt"), TEXTS.clone()
     labels[:, :6] = -100
