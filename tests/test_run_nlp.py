@@ -183,8 +183,8 @@ def test_seed_of_half_precision_stays_so_to_the_end_and_clients_may_be_unnamed(r
 
 def test_passages_of_the_package_are_continued_and_measured_in_bits(parameters, run, tmp_path):
     few = "reading.pool=60, reading.train=12, reading.test=4, proxies.number=8"
-    given = dict(data="corpora", clients="rust,spanish", pool="", methods="zeroshot,matching experts")
-    space, _ = run("out", few, **given)
+    given = dict(data="corpora", clients="rust,spanish", pool="")
+    space, _ = run("out", few, methods="zeroshot,matching experts", **given)
     header, rows = table(tmp_path / "out")
     assert header == ["method", "rust", "spanish", "average", "public", "joint"]
     assert list(rows) == ["zeroshot", "matching experts", "harmomoe"]
