@@ -193,6 +193,16 @@ def test_terms_are_linked_once_and_only_in_prose():
     assert terms == {"Proxy": "proxy"}
 
 
+def test_columns_of_words_are_read_from_the_left():
+    frame = pandas.DataFrame({"n": [1, 2], "why": ["no", "w" * 41], "x": ["nan", 3]}, ["a", "b"])
+    lines = finish_pages.with_text_columns(frame.to_html()).splitlines()
+    found = [line.strip() for line in lines if "<t" in line and "class" in line]
+    kinds = [line.partition(">")[0] for line in found[1:]]
+    row = ['<th class="text"', '<td class="text long"']
+    assert kinds == ['<th class="text"', '<th class="text long"', *row, *row]
+    assert finish_pages.with_text_columns("<table><tr><td>a</td></tr></table>")[:10] == "<table><tr"
+
+
 def test_captions_that_nbdev_cut_apart_are_whole_again():
     said = "#| fig-cap: >-\n#|   One: a line.\n#|   Its end.\n#| fig-alt: 'An: x'\nplot()\n"
     cut = "#| echo: false\n#| fig-cap: >-\n#| One: a line.\n#| Its: end.\nplot()\n"

@@ -295,6 +295,31 @@ def plain_table(text: str) -> str:
     return text.replace(head[0], f"<thead><tr>{merged}</tr></thead>")
 
 
+def with_text_columns(text: str) -> str:
+    """A table of pandas whose columns of words have the class `text`, and those with sentences or
+    digests `text long`. Columns are counted from the right, since an index may span rows."""
+    if not re.search(r'<table[^>]*class="dataframe', text):
+        return text
+    word = re.compile(r"\s*(?!nan\b|none\b)[^\W\d]", re.IGNORECASE)
+    kinds = {}
+    for row in re.findall(r"<tr[^>]*>(.*?)</tr>", text.partition("</thead>")[2], re.DOTALL):
+        cells = re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.DOTALL)[::-1]
+        for number, cell in enumerate(cells):
+            if len(cell) > 40:
+                kinds[number] = "text long"
+            elif word.match(cell):
+                kinds.setdefault(number, "text")
+
+    def marked(row: re.Match) -> str:
+        parts = re.split(r"(?=<t[dh][ >])", row[0])
+        for number, place in enumerate(range(len(parts) - 1, 0, -1)):
+            if number in kinds:
+                parts[place] = f'{parts[place][:3]} class="{kinds[number]}"{parts[place][3:]}'
+        return "".join(parts)
+
+    return re.sub(r"<tr[ >].*?</tr>", marked, text, flags=re.DOTALL)
+
+
 def sources_of(cells: list[dict]) -> dict[str, str]:
     """Name -> where its source is seen, from the entries that nbdev made."""
     found = {}
@@ -319,6 +344,14 @@ def is_entry(cell: dict) -> bool:
     )
 
 
+def table(text: str) -> str:
+    """A table of pandas as the site shows it."""
+    return with_text_columns(plain_table(text))
+
+
+MENDED = ("text/markdown", joined_links), ("text/html", table)  # outputs, by kind
+
+
 def finished(notebook: dict, room: str, written: dict[str, str]) -> None:
     """Make a processed notebook's cells what a reader is to see; `written` has the cells of the
     notebook that it was made from, by their ids."""
@@ -340,7 +373,7 @@ def finished(notebook: dict, room: str, written: dict[str, str]) -> None:
             cell["source"] = joined_links(text)
         for output in cell.get("outputs", []):
             data = output.get("data", {})
-            for kind, mended in (("text/markdown", joined_links), ("text/html", plain_table)):
+            for kind, mended in MENDED:
                 if kind in data:
                     data[kind] = mended("".join(data[kind]))
         cells.append(cell)

@@ -252,10 +252,10 @@ def test_a_pipeline_writes_text(unified, tmp_path):
 
 
 OPENED = """
-import sys, time
+import sys
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-folder, started = sys.argv[1], time.monotonic()
+folder = sys.argv[1]
 ways = [
     PreTrainedTokenizerFast.from_pretrained(folder),
     AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
@@ -264,13 +264,13 @@ ways = [
 assert "harmomoe" not in sys.modules
 import harmomoe
 ways.append(AutoTokenizer.from_pretrained(folder))
-print([way("w3 w5").input_ids for way in ways], time.monotonic() - started < 12)
+print([way("w3 w5").input_ids for way in ways])
 """
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "silent"])
 def test_nobody_is_asked_whether_a_tokenizer_may_be_opened(closed, unified, tmp_path):
-    "Where nobody would answer: the question would cost 15 seconds."
+    "Where nobody would answer."
     folder = save_transformers(unified(), tmp_path / "delivered")
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", OPENED, str(folder)],
@@ -288,7 +288,7 @@ def test_nobody_is_asked_whether_a_tokenizer_may_be_opened(closed, unified, tmp_
         for pipe in filter(None, (process.stdin, process.stdout)):
             pipe.close()
     assert process.returncode == 0 and "[y/N]" not in said, said
-    assert said.splitlines()[-1] == f"{[[6, 8]] * 4} True", said
+    assert said.splitlines()[-1] == f"{[[6, 8]] * 4}", said
 
 
 KNOWN = Card(
