@@ -193,6 +193,14 @@ def test_terms_are_linked_once_and_only_in_prose():
     assert terms == {"Proxy": "proxy"}
 
 
+def test_headings_leave_their_anchor_to_a_definition():
+    texts = ["## Claim\n\n```\n# claim\n```\n\n## Other", "### claim {#claim}"]
+    notebook = dict(cells=[finish_pages.markdown(text) for text in texts])
+    finish_pages.name_headings(notebook)
+    first, second = map(text_of, notebook["cells"])
+    assert first == texts[0].replace("## Claim", "## Claim {#on-claim}") and second == texts[1]
+
+
 def test_columns_of_words_are_read_from_the_left():
     frame = pandas.DataFrame({"n": [1, 2], "why": ["no", "w" * 41], "x": ["nan", 3]}, ["a", "b"])
     lines = finish_pages.with_text_columns(frame.to_html()).splitlines()

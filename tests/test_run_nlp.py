@@ -159,7 +159,7 @@ def test_second_run_computes_nothing_and_gives_the_same_table(again, run):
 
 
 def test_run_with_another_context_reuses_the_experts_and_writes_with_a_cache(again, run):
-    settings = "router.context=prompt, router.form=moments, router.horizon=0, router.lam=0.7"
+    settings = "router.context=prompt, router.form=moments, router.lam=0.7"
     space, built = run(again, settings, methods="")
     both = 2 * ["routing", "routing", "claim"]  # the paper's form, too, for another router
     assert sorted(built) == sorted(["means", *both, "model", "harmomoe"])

@@ -2,9 +2,9 @@
 and `python tools/finish_pages.py`: `python tools/check_links.py`.
 
 Looked at: links, images and cross-references of every processed notebook (Markdown cells and
-Markdown or HTML outputs, which include the API links nbdev adds), links of README.md, and the
-sidebar. Addresses of the project's own site and repository count as internal; other web addresses
-are not fetched.
+Markdown or HTML outputs, which include the API links nbdev adds), what its cells say to Quarto,
+which stops at a mistake there, links of README.md, and the sidebar. Addresses of the project's own
+site and repository count as internal; other web addresses are not fetched.
 """
 
 import json
@@ -144,6 +144,25 @@ def link_problems() -> list[str]:
     return found
 
 
+def option_problems() -> list[str]:
+    """Cells whose options for Quarto are not YAML, and texts that are no lists of lines."""
+    found = []
+    for path in sorted(PROCESSED.rglob("*.ipynb")):
+        if "_docs" in path.parts:
+            continue
+        name = path.relative_to(PROCESSED)
+        for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
+            if isinstance(cell["source"], str):
+                found.append(f"{name}: cell {number} is one string: Quarto would lose its lines")
+            opening = re.match(r"(#\|.*\n?)*", "".join(cell["source"]))[0]
+            try:
+                yaml.safe_load(re.sub(r"^#\| ?", "", opening, flags=re.MULTILINE))
+            except yaml.YAMLError as error:
+                wrong = str(error).partition("\n")[0]
+                found.append(f"{name}: cell {number}: its options are not YAML: {wrong}")
+    return found
+
+
 def readme_problems() -> list[str]:
     """Links of README.md to files that are not there."""
     page = Page(Path("README.md"), Path("README.md"))
@@ -182,7 +201,7 @@ def main() -> int:
     if not PROCESSED.is_dir():
         print("No _proc folder: run `nbdev-proc-nbs` first", file=sys.stderr)
         return 2
-    found = link_problems() + readme_problems() + sidebar_problems()
+    found = link_problems() + option_problems() + readme_problems() + sidebar_problems()
     print("\n".join(found) or "Every internal link, image and cross-reference resolves.")
     return bool(found)
 

@@ -27,6 +27,7 @@ from importlib import import_module
 from pathlib import Path
 
 import yaml
+from check_links import slug
 from make_readme import ROOT
 from nbdev.doclinks import NbdevLookup
 
@@ -346,7 +347,7 @@ def is_entry(cell: dict) -> bool:
 
 def table(text: str) -> str:
     """A table of pandas as the site shows it."""
-    return with_text_columns(plain_table(text))
+    return re.sub(r">NaN</td>", ">–</td>", with_text_columns(plain_table(text)))
 
 
 MENDED = ("text/markdown", joined_links), ("text/html", table)  # outputs, by kind
@@ -378,6 +379,23 @@ def finished(notebook: dict, room: str, written: dict[str, str]) -> None:
                     data[kind] = mended("".join(data[kind]))
         cells.append(cell)
     notebook["cells"] = cells
+
+
+def name_headings(notebook: dict) -> None:
+    """Headings that would have the anchor of a definition on their page get one of their own."""
+    texts = [cell for cell in notebook["cells"] if cell["cell_type"] == "markdown"]
+    given = set(re.findall(r"^#+ .*\{#([^ }]+)", "\n".join(map(text_of, texts)), re.MULTILINE))
+
+    def named(line: re.Match) -> str:
+        anchor = slug(line[1])
+        return f"{line[0]} {{#on-{anchor}}}" if anchor in given else line[0]
+
+    for cell in texts:
+        parts = re.split(r"(^```.*?^```)", text_of(cell), flags=re.DOTALL | re.MULTILINE)
+        parts[::2] = [
+            re.sub(r"^#{1,6} +(.*[^\s}])$", named, part, flags=re.MULTILINE) for part in parts[::2]
+        ]
+        cell["source"] = "".join(parts)
 
 
 # ---- words of the glossary
@@ -516,6 +534,7 @@ def finish() -> None:
         original = json.loads((NOTEBOOKS / relative).read_text(encoding="utf-8"))["cells"]
         written = {cell.get("id"): text_of(cell) for cell in original}
         finished(notebook, relative.parts[0], written)
+        name_headings(notebook)
         for cell in notebook["cells"]:
             if cell["cell_type"] == "markdown":
                 cell["source"] = joined_links(lookup.linkify(text_of(cell)))

@@ -33,7 +33,7 @@ def linear_router(
         learn_lam=False,
         norm_topk_prob=top_k > 1,
         form="random",
-        context="prompt",
+        context="prefix",
     )
 
 

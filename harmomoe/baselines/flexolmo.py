@@ -53,7 +53,7 @@ def anchored_router(
         learn_lam=False,
         norm_topk_prob=top_k > 1,
         form="logistic",
-        context="prompt",
+        context="prefix",
     )
 
 

@@ -198,7 +198,6 @@ SERVED = {
     "router.context": "prompt",
     "router.lam": 1.0,
     "router.norm_topk_prob": True,
-    "router.horizon": 0.0,
 }
 
 

@@ -424,8 +424,9 @@ def open_seed(
     folder = EMBEDDED.get(backbone, Path(backbone))
     name, saved = backbone.replace("/", "-"), (folder / CONFIG).is_file()
     if not saved and open_clip.get_model_config(name) is None:
-        _check_decoder(str(folder), weights, prompt, workers)
-        return open_decoder(str(folder), device=device, **reading)
+        place = str(folder) if backbone in EMBEDDED else backbone
+        _check_decoder(place, weights, prompt, workers)
+        return open_decoder(place, device=device, **reading)
     if reading:
         raise ValueError(f"{', '.join(reading)}: only for language models, but {backbone} is none.")
     if not saved:

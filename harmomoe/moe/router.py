@@ -318,16 +318,12 @@ class RouterSettings:
     context: Literal[REACHES] = "sequence"
     # of a density ratio: log odds of the seed's expert against a client's, before a sample is seen
     seed_logit: Annotated[float, Within(-1000, 1000)] = 0.0
-    # of a prefix: tokens after which what it told counts e times less; 0: it never does
+    # of a prefix, and of nothing else: tokens after which what it told counts e times less; 0: it
+    # never does
     horizon: Annotated[float, Within(0, 10**6)] = 0.0
 
     def __post_init__(self):
         check_fields(self)
-        if self.horizon and self.context != "prefix":
-            raise ValueError(
-                f"horizon is {self.horizon}, but only a prefix fades: leave it out with "
-                f"context={self.context!r}."
-            )
         if self.context == "prefix" and FORMS[self.sent_form][0] > 1:
             raise ValueError(
                 f"form is {self.form!r}, which needs the whole sequence: choose 'logistic' or "

@@ -347,8 +347,9 @@ def test_choices_that_share_a_prompt_score_as_each_does_from_its_beginning(
         with monkeypatch.context() as patch:
             patch.setattr(decoder, other, None)
             found = task.by_text(backbone, batch)
-        monkeypatch.setattr(decoder, "_continued", None)
-        monkeypatch.setattr(decoder, "_reach", lambda backbone: "sequence")
+        flat = lambda questions: [answer for answers in questions for answer in answers]
+        again = lambda *given: decoder._from_the_beginning(*given[:2], flat(given[2]))
+        monkeypatch.setattr(decoder, "_continued", again)
         wanted = task.by_text(backbone, batch)
     assert reached == context and torch.allclose(found, wanted, atol=1e-4)
 
@@ -365,7 +366,8 @@ def test_only_with_the_prefix_a_token_does_not_know_what_follows(context, form, 
     ids = torch.arange(20)[None] + 40
     other = torch.cat([ids[:, :12], ids[:, 12:].flip(1)], 1)
     with torch.no_grad():
-        ask = lambda ids: model.backbone(input_ids=ids, attention_mask=mask).logits[0]
+        how = dict(prompt_mask=mask) if context == "prompt" else {}
+        ask = lambda ids: model.backbone(input_ids=ids, attention_mask=mask, **how).logits[0]
         one, two = ask(ids), ask(other)
     assert torch.allclose(one[:12], two[:12], atol=1e-5) == (context == "prefix")
     assert not torch.allclose(one[12:], two[12:], atol=1e-2)

@@ -139,7 +139,6 @@ FIELDS = annotations(Config)
 # what allows all of a field's range
 BESIDE = {ProxySettings: dict(candidates=10**9, number=1)}
 BESIDE |= {GateSettings: dict(least_open=-1000, most_open=1000)}
-BESIDE |= {RouterSettings: dict(context="prefix")}  # else nothing fades
 TYPED_FOR = {
     name: [t for t in TYPED if t not in ("", "{}") or not (hint is str or is_dataclass(hint))]
     for name, (_, _, hint) in FIELDS.items()

@@ -486,7 +486,7 @@ def two_columns_of_labels(rows):
 
 
 def no_images(rows):
-    return rows.remove_columns("image").add_column("text", ["x"] * 30)
+    return rows.remove_columns("image").add_column("words", ["x"] * 30)
 
 
 @pytest.mark.parametrize(

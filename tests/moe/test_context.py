@@ -9,7 +9,6 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from harmomoe.moe.context import Context, running_mean, running_sums, token_mean, token_spread
-from harmomoe.moe.router import RouterSettings
 
 close = partial(torch.allclose, atol=1e-5)
 
@@ -110,6 +109,6 @@ def test_after_some_horizons_the_first_text_is_forgotten():
 
 @pytest.mark.parametrize("context", ["sequence", "prompt"])
 def test_only_a_prefix_fades(context):
-    with pytest.raises(ValueError, match=f"horizon is 3.0, but only a prefix .*'{context}'"):
-        RouterSettings(context=context, horizon=3.0)
-    assert RouterSettings(context="prefix", horizon=3).horizon == 3.0
+    values = normal(1, 9, 3)
+    fading, lasting = (Context(reach=context).mean(values, horizon=h) for h in (2.0, 0.0))
+    assert torch.equal(fading, lasting)

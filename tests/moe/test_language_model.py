@@ -1024,8 +1024,13 @@ def test_shares_of_many_texts_for_one_prompt_and_of_texts_that_were_read():
 def test_other_programs_find_the_class_by_its_name(tmp_path):
     shared().save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
-    kind = getattr(transformers, config.architectures[0])
-    assert kind is HarmoMoEForCausalLM
+    kind = HarmoMoEForCausalLM
+    assert config.architectures == [kind.__name__]
+    code = (
+        f"import transformers; from {kind.__module__} import {kind.__name__} as ours; "
+        f"assert transformers.{kind.__name__} is ours"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
     assert torch.equal(logits_of(kind.from_pretrained(tmp_path)), logits_of(shared()))
     assert not kind.is_backend_compatible()  # they would mix the texts of a batch
 
