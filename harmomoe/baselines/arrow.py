@@ -16,6 +16,7 @@ from .zero_shot import private_only
 from ..bundle.files import Bundle
 from ..describe.public import Public
 from ..models.adapters import AdapterFacts, RoutedAdapters
+from ..server.merge import attention_changed, factors_at
 
 # %% ../../nbs/baselines/10_arrow.ipynb #30cd6359
 def strongest_direction(
@@ -41,11 +42,11 @@ def route_by_directions(
 ) -> RoutedAdapters:
     "All adapters beside the seed, routed in each linear map by their strongest directions."
     names, ranks = [bundle.client for bundle in bundles], [bundle.rank for bundle in bundles]
-    scales = [bundle.scale for bundle in bundles]
-    settings = AdapterFacts(names, ranks, scales, min(top_k, len(bundles)), temperature)
-    model = RoutedAdapters(public.seed, settings)
+    scales, attention = [bundle.scale for bundle in bundles], attention_changed(bundles, public)
+    how = min(top_k, len(bundles)), temperature, attention
+    model = RoutedAdapters(public.seed, AdapterFacts(names, ranks, scales, *how))
     for place, own in model.maps.items():
-        factors = [bundle.factors[place] for bundle in bundles]
+        factors = factors_at(bundles, place, own)
         own.a.copy_(torch.cat([a for a, _ in factors]))
         own.b.copy_(torch.cat([b.T for _, b in factors]))
         own.directions.copy_(torch.stack([strongest_direction(a, b) for a, b in factors]))

@@ -8,6 +8,7 @@ Docs: https://harmomoe.github.io/harmomoe/bundle/files.html.md"""
 __all__ = ['ADAPTER', 'PROXIES', 'ADAPTER_FILES', 'FILES', 'LARGEST', 'TIMES', 'write_bundle', 'Bundle', 'read_bundle']
 
 # %% ../../nbs/bundle/01_files.ipynb #4e1f39a8
+import itertools
 import os
 import shutil
 import stat
@@ -256,9 +257,23 @@ def _read_routing(folder: Path, seed: Seed) -> dict[str, RoutingVectors]:
 
 LARGEST = 1e9  # of a routing vector's numbers
 
+# %% ../../nbs/bundle/01_files.ipynb #4c695cb6
+def _tensor_name(path: str, linear: str, factor: str) -> str:
+    return f"base_model.model.{path}.{linear}.lora_{factor}.weight"
+
+
+def _places(tensors: dict, seed: Seed, limits: Limits) -> list[tuple[str, str]]:
+    "The linear maps of all FFNs; and those of attention of which there is a factor, in all layers."
+    places = [*itertools.product(seed.layers, seed.ffn.linears)]
+    for linear in seed.attention_maps if limits.attention else ():
+        own = [(path, linear) for path in seed.attention]
+        if any(_tensor_name(*place, x) in tensors for place in own for x in "AB"):
+            places += own
+    return places
+
 # %% ../../nbs/bundle/01_files.ipynb #3c6a5046
 def _read_factors(folder: Path, seed: Seed, limits: Limits) -> tuple[dict, float]:
-    "The factors of every linear map of every FFN, and their scale."
+    "The factors of every linear map of every FFN, and of attention's that change; their scale."
     config = read_json(AdapterConfig, folder / ADAPTER_FILES[0], trusted=False)
     if config.r > limits.rank:
         raise ValueError(
@@ -267,21 +282,24 @@ def _read_factors(folder: Path, seed: Seed, limits: Limits) -> tuple[dict, float
         )
     tensors, _ = read_tensors(folder / ADAPTER_FILES[1])
     factors = {}
-    for layer in seed.layers:
-        for linear in seed.ffn.linears:
-            names = [f"base_model.model.{layer}.{linear}.lora_{x}.weight" for x in "AB"]
-            if missing := [name for name in names if name not in tensors]:
-                raise ValueError(
-                    f"{folder / ADAPTER} lacks the tensor {missing[0]}: it was not trained on the "
-                    f"FFNs of {seed.name}."
-                )
-            pair = [tensors.pop(name) for name in names]
-            weight = getattr(seed.backbone.get_submodule(layer), linear).weight
-            _check_pair(pair, f"{layer}.{linear}", weight, config, folder, seed)
-            factors[layer, linear] = tuple(tensor.float() for tensor in pair)
+    for layer, linear in _places(tensors, seed, limits):
+        names = [_tensor_name(layer, linear, x) for x in "AB"]
+        if missing := [name for name in names if name not in tensors]:
+            what = "FFNs" if layer in seed.layers else f"{linear} in all layers"
+            raise ValueError(
+                f"{folder / ADAPTER} lacks the tensor {missing[0]}: it was not trained on the "
+                f"{what} of {seed.name}."
+            )
+        pair = [tensors.pop(name) for name in names]
+        weight = getattr(seed.backbone.get_submodule(layer), linear).weight
+        _check_pair(pair, f"{layer}.{linear}", weight, config, folder, seed)
+        factors[layer, linear] = tuple(tensor.float() for tensor in pair)
     if tensors:
+        also = " and no map of attention that can be routed" if seed.attention_maps else ""
+        also = also if limits.attention else "; the server takes experts that change FFNs alone"
         raise ValueError(
-            f"{folder / ADAPTER} changes {one_line(min(tensors))}, which is not in an FFN sublayer."
+            f"{folder / ADAPTER} changes {one_line(min(tensors))}, which is not in an FFN "
+            f"sublayer{also}."
         )
     return factors, config.scale
 

@@ -82,7 +82,10 @@ class Invitation:
     def as_json(self) -> dict:
         "JSON values, as in the file."
         deadline = self.deadline and self.deadline.astimezone(timezone.utc).isoformat()
-        return asdict(self) | dict(deadline=deadline)
+        said = asdict(self) | dict(deadline=deadline)
+        if self.limits.attention:  # as invitations are that do not know this limit
+            del said["limits"]["attention"]
+        return said
 
 # %% ../../nbs/bundle/03_invitation.ipynb #6de3b2e8
 def invite(

@@ -185,6 +185,8 @@ class Limits:
     proxies: StrictInt = 100_000  # the largest number of public samples that it may choose
     # the least number of private samples; an expert that was trained elsewhere says 0
     private_samples: StrictInt = 0
+    # whether an expert may change linear maps of attention, too; ours change FFNs alone
+    attention: StrictBool = True
 
     def __post_init__(self):
         for name in ("rank", "bytes", "proxies"):

@@ -160,7 +160,7 @@ def adopt(
     folder: str | Path,  # where the owner works
 ) -> Path:  # the bundle, `folder/bundle`
     """What a client sends whose expert was trained elsewhere. Raises `ValueError` for an expert
-    that changes more than FFNs, and for fewer than ten samples."""
+    with changes that are not routed, and for fewer than ten samples."""
     if expert.others:
         raise ValueError("this expert changes more than FFNs: give all to `average_others` first.")
     if isinstance(domain, str):

@@ -9,6 +9,7 @@ __all__ = ['CONFIG', 'TENSORS', 'ON_HUB', 'WORKED_OUT', 'READ', 'START', 'STORED
            'read_adapter', 'same_model', 'low_rank', 'read_checkpoint', 'write_adapter']
 
 # %% ../../nbs/exchange/01_convert.ipynb #b89c2998
+import itertools
 import json
 import os
 import re
@@ -64,9 +65,10 @@ class Expert:
         return pd.Series(self.errors).rename_axis(["layer", "error of"]).unstack(sort=False)
 
 # %% ../../nbs/exchange/01_convert.ipynb #2453ae55
-def _check_choice(others: str) -> None:
-    if others not in ("refuse", "average", "ignore"):
-        raise ValueError(f"others is {others!r}, but must be 'refuse', 'average' or 'ignore'.")
+def _check_choice(others: str, choices: tuple[str, ...]) -> None:
+    if others not in choices:
+        known = ", ".join(map(repr, choices[:-1]))
+        raise ValueError(f"others is {others!r}, but must be {known} or {choices[-1]!r}.")
 
 
 def _check_outside(
@@ -75,32 +77,36 @@ def _check_outside(
     "The share of squared norm that `others` loses. Raises `ValueError` if it refuses."
     outside = sum(sizes.values())
     share = outside / max(outside + inside, 1e-300)
-    if sizes and others == "refuse":
+    if sizes and others in ("refuse", "route"):
+        routed = others == "route" and seed.attention_maps
+        also = f" or attention ({', '.join(seed.attention_maps)})" if routed else ""
         raise ValueError(
             f"{whose} changes {max(sizes, key=sizes.get)}, and {len(sizes) - 1} more that are no "
-            f"linear maps of an FFN: {100 * share:.3g} % of the squared norm of its whole change. "
-            "Experts share those. Choose others='average' to add the clients' mean change to the "
-            f"seed, others='ignore' to do without, or train {', '.join(seed.ffn.linears)} alone."
+            f"linear maps of an FFN{also}: {100 * share:.3g} % of the squared norm of its whole "
+            "change. Experts share those. Choose others='average' to add the clients' mean change "
+            "to the seed, others='ignore' to do without, or train "
+            f"{', '.join(seed.ffn.linears)} alone."
         )
     return share if others == "ignore" else 0.0
 
 # %% ../../nbs/exchange/01_convert.ipynb #9f98b00c
 def _same_rank(found: dict, seed: Seed) -> tuple[dict, float]:
-    """Factors (A, B, scale) of some linear maps as those of all: of one rank and scale, by rows
-    and columns of zeros."""
+    """Factors (A, B, scale) of some linear maps as those of all FFNs, and of attention's that
+    occur: of one rank and scale, by rows and columns of zeros."""
     rank = max(len(a) for a, _, _ in found.values())
     scale = max(s for _, _, s in found.values()) or 1.0
     factors = {}
-    for path in seed.layers:
-        for linear in seed.ffn.linears:
-            rows, columns = getattr(seed.backbone.get_submodule(path), linear).weight.shape
-            unchanged = torch.zeros(0, columns), torch.zeros(rows, 0), scale
-            a, b, s = found.get((path, linear), unchanged)
-            more = rank - len(a)
-            factors[path, linear] = (
-                F.pad(a, (0, 0, 0, more)).cpu().contiguous(),
-                F.pad(b * (s / scale), (0, more)).cpu().contiguous(),
-            )
+    names = [name for name in seed.attention_maps if name in {linear for _, linear in found}]
+    of_attention = itertools.product(seed.attention, names)
+    for path, linear in (*itertools.product(seed.layers, seed.ffn.linears), *of_attention):
+        rows, columns = getattr(seed.backbone.get_submodule(path), linear).weight.shape
+        unchanged = torch.zeros(0, columns), torch.zeros(rows, 0), scale
+        a, b, s = found.get((path, linear), unchanged)
+        more = rank - len(a)
+        factors[path, linear] = (
+            F.pad(a, (0, 0, 0, more)).cpu().contiguous(),
+            F.pad(b * (s / scale), (0, more)).cpu().contiguous(),
+        )
     return factors, scale
 
 # %% ../../nbs/exchange/01_convert.ipynb #f6430dcf
@@ -243,26 +249,36 @@ def _squared_norms(changes: dict) -> dict:
     }
 
 
+def _routed(seed: Seed, others: str) -> dict[str, tuple[str, str]]:
+    "Module -> (layer path, linear map), for all that experts may change."
+    places = [*itertools.product(seed.layers, seed.ffn.linears)]
+    if others == "route":
+        places += itertools.product(seed.attention, seed.attention_maps)
+    return {f"{path}.{name}": (path, name) for path, name in places}
+
+# %% ../../nbs/exchange/01_convert.ipynb #f74afd34
 def read_adapter(
     # an adapter in PEFT's format, trained on this seed by anybody, as for `find_adapter`
     folder: str | Path,
     seed: Seed,  # the shared seed
-    # "refuse", "average" or "ignore" changes of weights other than the FFNs' linear maps
-    others: str = "refuse",
+    # "route" changes of attention's linear maps, and refuse those of other weights than these and
+    # the FFNs' linear maps; or "refuse", "average" or "ignore" all but the FFNs'
+    others: str = "route",
 ) -> Expert:  # of the adapter's largest rank
     """Read a LoRA adapter as an expert. Raises `FileNotFoundError` or `ValueError`, naming field
     or tensor, for what is missing, no plain LoRA, of another shape, or refused, and as
     `find_adapter`. Warns if it was trained on another model, as far as that can be told."""
-    _check_choice(others)
+    _check_choice(others, ("route", "refuse", "average", "ignore"))
     folder = find_adapter(folder)
     config = _plain_config(folder)
     changes = _changes(folder, config, seed)
-    ffn = {f"{path}.{name}": (path, name) for path in seed.layers for name in seed.ffn.linears}
-    found = {ffn[name]: change for name, change in changes.items() if name in ffn}
-    rest = {name: change for name, change in changes.items() if name not in ffn}
+    ours = _routed(seed, others)
+    found = {ours[name]: change for name, change in changes.items() if name in ours}
+    rest = {name: change for name, change in changes.items() if name not in ours}
     if not found:
+        also = "" if others == "route" else ", unless attention is routed (others='route')"
         raise ValueError(
-            f"{folder} changes no FFN of {seed.name}: there is nothing to make an expert of."
+            f"{folder} changes no FFN of {seed.name}: there is nothing to make an expert of{also}."
         )
     base = one_line(config.get("base_model_name_or_path") or "")
     _warn_of_another(base, seed, folder)
@@ -270,10 +286,12 @@ def read_adapter(
     lost = _check_outside(_squared_norms(rest), inside, others, str(folder), seed)
     weights = {f"{seed.weights_prefix}{name}.weight": change for name, change in rest.items()}
     average = {name: s * b @ a for name, (a, b, s) in weights.items() if others == "average"}
-    account = {name: "used" for name in ffn if ffn[name] in found}
+    became = {path: "used" for path in seed.layers} | {path: "routed" for path in seed.attention}
+    account = {name: became[ours[name][0]] for name in ours if ours[name] in found}
     account |= {name: f"{others}d" for name in rest}
-    exact = dict.fromkeys(ffn.values(), 0.0)
-    return Expert(*_same_rank(found, seed), account, exact, average, lost, base)
+    factors, scale = _same_rank(found, seed)
+    exact = dict.fromkeys(factors, 0.0)
+    return Expert(factors, scale, account, exact, average, lost, base)
 
 # %% ../../nbs/exchange/01_convert.ipynb #d42490b0
 # what the end of a name says of how weights are stored
@@ -469,7 +487,7 @@ def read_checkpoint(
     """Read the FFNs of a fully fine-tuned model as an expert. Raises `FileNotFoundError` or
     `ValueError`, naming the tensor, for what is missing, surplus, of another shape, not finite,
     or refused."""
-    _check_choice(others)
+    _check_choice(others, ("refuse", "average", "ignore"))
     if rank is not None and rank < 1:
         raise ValueError(f"rank is {rank}, but must be at least 1, or None.")
     whose, theirs, ours = _both(source, seed)

@@ -41,6 +41,20 @@ def _factors(layer: LowRankMoE, expert: int, linear: str) -> tuple[Tensor, Tenso
     return layer.a[linear].detach()[mine], layer.b[linear].detach()[mine].T
 
 
+def _all_factors(model: UnifiedModel, name: str) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
+    "All of an expert's factors by layer path and linear map, as in a bundle."
+    expert, linears = _index(model, name), model.seed.ffn.linears
+    factors = {
+        (path, linear): _factors(layer, expert, linear)
+        for path, layer in zip(model.seed.layers, model.layers)
+        for linear in linears
+    }
+    mine = model.layers[0].owner == expert
+    for place, part in model.maps.items():
+        factors[place] = part.a.detach()[mine], part.b.detach()[mine].T
+    return factors
+
+# %% ../../nbs/exchange/02_export.ipynb #5e4ba6dd
 def save_adapters(
     model: UnifiedModel,  # a unified model
     folder: str | Path,  # gets a folder for each expert, called by its name
@@ -53,24 +67,24 @@ def save_adapters(
         raise ValueError(f"the expert {plain[0]!r} is the seed's own FFN, and has no adapter.")
     check_names(chosen)  # they become folders
     for name in chosen:
-        expert = _index(model, name)
-        factors = {
-            (path, linear): tuple(f.float().cpu() for f in _factors(layer, expert, linear))
-            for path, layer in zip(model.seed.layers, model.layers)
-            for linear in layer.layout.linears
-        }
+        expert, pairs = _index(model, name), _all_factors(model, name).items()
+        factors = {place: tuple(f.float().cpu() for f in pair) for place, pair in pairs}
         with atomic_directory(Path(folder, name)) as partial:
             write_adapter(partial, factors, model.scales[expert], model.seed.name)
     return {name: Path(folder, name) for name in chosen}
 
 # %% ../../nbs/exchange/02_export.ipynb #eefd89ba
 @torch.no_grad()
-def _merged(layer: LowRankMoE, expert: int, linear: str) -> Tensor:
-    "The expert's own weight matrix, added up in float32 and rounded to the seed's type."
-    weight = getattr(layer.ffn, linear).weight
-    a, b = _factors(layer, expert, linear)
+def _changed(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    "W + B A, scaled row by row of A; added up in float32 and rounded to the type of W."
     a, b = (x.to(torch.promote_types(weight.dtype, torch.float32)) for x in (a, b))
-    return (weight + b @ (layer.scale[layer.owner == expert, None] * a)).to(weight.dtype)
+    return (weight + b @ (scale[:, None] * a)).to(weight.dtype)
+
+
+def _merged(layer: LowRankMoE, expert: int, linear: str) -> Tensor:
+    "The expert's own weight matrix."
+    weight, scale = getattr(layer.ffn, linear).weight, layer.scale[layer.owner == expert]
+    return _changed(weight, *_factors(layer, expert, linear), scale)
 
 
 @torch.no_grad()
@@ -80,10 +94,10 @@ def dense_expert(
 ) -> nn.Module:  # a backbone of the seed's class; `model.seed.save(folder, backbone=...)` writes it
     "One expert as an ordinary model. Raises `ValueError` for a name that there is not."
     expert, backbone = _index(model, name), model.seed.new_backbone()
-    for path, layer in zip(model.seed.layers, model.layers):
-        for linear in layer.layout.linears:
-            weight = backbone.get_submodule(path).get_submodule(linear).weight
-            weight.copy_(_merged(layer, expert, linear))
+    scale = model.layers[0].scale[model.layers[0].owner == expert]
+    for (path, linear), (a, b) in _all_factors(model, name).items():
+        weight = backbone.get_submodule(path).get_submodule(linear).weight
+        weight.copy_(_changed(weight, a, b, scale))
     return backbone
 
 # %% ../../nbs/exchange/02_export.ipynb #f571d5d6
@@ -107,6 +121,12 @@ def _kind(model: UnifiedModel) -> str:
             f"transformers has no Mixture of Experts with the attention and norms of {family}, "
             f"only for {', '.join(HOLDERS)}. Save the unified model as it is, or one expert "
             "(`dense_expert`)."
+        )
+    if model.attention:
+        raise ValueError(
+            f"the experts change attention, too ({', '.join(model.attention)}), and those of no "
+            "Mixture of Experts of transformers do. Unify without these changes "
+            "(others='ignore'), or save the unified model as it is."
         )
     if any(getattr(layer.ffn, name).bias is not None for name in layer.layout.linears):
         raise ValueError(

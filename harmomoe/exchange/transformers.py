@@ -23,6 +23,7 @@ from ..base.schema import one_line
 from ..models.decoder import DecoderSeed
 from ..models.training import check_finite
 from ..models.unified import UnifiedModel
+from ..moe.attention import LowRankLinear
 from ..moe.ffn import GATED_FFN, find_ffns
 from ..moe.language_model import HarmoMoEConfig, HarmoMoEForCausalLM
 from ..moe.router import RouterSettings
@@ -39,10 +40,10 @@ def to_transformers(
             f"{seed.name} is no language model, and transformers has no class for it: "
             "use the model's own `save`."
         )
-    experts = model.experts, model.ranks, model.scales
+    experts, attention = (model.experts, model.ranks, model.scales), model.attention
     settings = {name: getattr(seed, name) for name in ("name", "scoring", "loss_on", "max_length")}
     config = HarmoMoEConfig(
-        backbone.config, *experts, asdict(model.settings), seed_settings=settings
+        backbone.config, *experts, asdict(model.settings), attention, seed_settings=settings
     )
     with torch.device("meta"):
         made = HarmoMoEForCausalLM(config)  # takes no memory
@@ -173,6 +174,8 @@ def dense_seed(
     for name in [name for name, module in dense.named_modules() if not any(module.children())]:
         parent, _, last = name.rpartition(".")
         place = f"{parent}.ffn.{last}" if parent in paths else name
+        if isinstance(model.backbone.get_submodule(place), LowRankLinear):
+            place = f"{name}.linear"
         dense.set_submodule(name, model.backbone.get_submodule(place))
     dense.generation_config = copy.deepcopy(model.generation_config)
     tensors = dense.state_dict()
@@ -199,7 +202,9 @@ def from_transformers(
     settings = known | getattr(config, "seed_settings", {}) | changes
     seed = DecoderSeed(dense_seed(model), tokenizer, device=str(model.device), **settings)
     experts = config.experts, config.ranks, config.scales
-    made = UnifiedModel(seed, *experts, RouterSettings(**config.router))
+    made = UnifiedModel(seed, *experts, RouterSettings(**config.router), config.attention)
     for layer, given in zip(made.layers, model.moe_layers):
         layer.load_state_dict(given.state_dict())
+    for (path, name), part in made.maps.items():
+        part.load_state_dict(model.backbone.get_submodule(f"{path}.{name}").state_dict())
     return made

@@ -74,8 +74,9 @@ class Recipe:
     adapters: dict[str, Adapter]  # by the names of the experts
     output: str  # a new folder, or that of an earlier run
     pool: str = "corpora"  # public texts: those in the package, or as `data` of an adapter
-    # "refuse", "average" or "ignore" what adapters change besides FFNs, as in `read_adapter`
-    others: Literal["refuse", "average", "ignore"] = "refuse"
+    # what becomes of changes besides those of FFNs, as in `read_adapter`: attention's maps are
+    # routed by default
+    others: Literal["route", "refuse", "average", "ignore"] = "route"
     chat: bool = False  # whether prompts and texts are put in the base's chat template
     preset: str = "text"  # of settings
     settings: dict = field(default_factory=dict)  # fields to change, as in `changed`
@@ -237,6 +238,7 @@ class Adapters:
                 "the base": "yes" if self._same(expert) else "cannot be told",
                 "rank": expert.rank,
                 "maps of FFNs": int(became.get("used", 0)),
+                "maps of attention": int(became.get("routed", 0)),
                 "other maps averaged": int(became.get("averaged", 0)),
                 "other maps dropped": int(became.get("ignored", 0)),
                 "dropped, % of its change": round(100 * expert.lost, 1),

@@ -8,8 +8,9 @@ Docs: https://harmomoe.github.io/harmomoe/models/adapters.html.md"""
 __all__ = ['PARTS', 'RoutedLinear', 'AdapterFacts', 'RoutedAdapters']
 
 # %% ../../nbs/models/10_adapters.ipynb #bcd2c75a
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -89,6 +90,8 @@ class AdapterFacts:
     scales: list[float]  # alpha / r of each
     top_k: int = 1  # updates that a token gets
     temperature: float = 1.0  # of the softmax over their scores
+    # attention's linear maps that adapters change, too
+    attention: list[str] = field(default_factory=list)
 
     def __post_init__(self):
         if not 0 < len(self.experts) == len(self.ranks) == len(self.scales):
@@ -116,20 +119,26 @@ class RoutedAdapters(Model):
     ):
         super().__init__(seed, seed.new_backbone())
         self.settings = settings
+        if odd := [name for name in settings.attention if name not in seed.attention_maps]:
+            raise ValueError(f"{seed.name} has no map of attention called {odd[0]!r:.80}.")
         how = settings.ranks, settings.scales, settings.top_k, settings.temperature
-        for path in seed.layers:
-            ffn = self.backbone.get_submodule(path)
-            for name in seed.ffn.linears:
-                setattr(ffn, name, RoutedLinear(getattr(ffn, name), *how))
+        for path, name in self.places:
+            part = self.backbone.get_submodule(path)
+            setattr(part, name, RoutedLinear(getattr(part, name), *how))
         self.backbone.eval()
+
+    @property
+    def places(self) -> list[tuple[str, str]]:
+        "Path and name of all maps that adapters change, as the factors of a bundle are called."
+        of_attention = itertools.product(self.seed.attention, self.settings.attention)
+        return [*itertools.product(self.seed.layers, self.seed.ffn.linears), *of_attention]
 
     @property
     def maps(self) -> dict[tuple[str, str], RoutedLinear]:
         "(layer path, linear map) -> the routed map, as the factors of a bundle are called."
         return {
             (path, name): self.backbone.get_submodule(f"{path}.{name}")
-            for path in self.seed.layers
-            for name in self.seed.ffn.linears
+            for path, name in self.places
         }
 
 # %% ../../nbs/models/10_adapters.ipynb #94731e52

@@ -38,6 +38,7 @@ from ..base.schema import STRICT
 from ..data.samples import targets_in
 from ..data.texts import LETTERS
 from .seed import BitsPerByte, Seed, Task
+from ..moe.attention import find_attention
 from ..moe.context import share_context, token_mean
 from ..moe.ffn import GATED_FFN, find_ffns
 
@@ -62,6 +63,7 @@ class DecoderSeed(Seed):
     ):
         _check_reading(name, tokenizer, scoring, loss_on, max_length)
         self.ffn, self.layers = find_ffns(model, (GATED_FFN,))
+        self.attention, self.attention_maps = find_attention(model, self.layers)
         self.model = model.eval().requires_grad_(False).to(device)
         self.tokenizer, self.name, self.device = tokenizer, name, torch.device(device)
         self.scoring, self.loss_on = scoring, loss_on

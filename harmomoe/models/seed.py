@@ -12,7 +12,7 @@ import copy
 import math
 import operator
 from dataclasses import astuple, dataclass
-from typing import ClassVar
+from typing import ClassVar, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,8 @@ class Seed:
     device: torch.device  # where it computes
     ffn: FFN  # the layout of its FFNs
     layers: list[str]  # module path in the backbone of each layer's FFN, first layer first
+    attention: Sequence[str] = ()  # the same of each layer's attention, if experts may change it
+    attention_maps: Sequence[str] = ()  # and its linear maps that they may change
     embedding_size: int  # d of `hidden`
     # what `embed` computes in, such as torch.bfloat16; None is the weights' own
     embeds_in: torch.dtype | None = None

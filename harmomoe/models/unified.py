@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Callable, ClassVar, Iterable, Iterator
+from typing import Callable, ClassVar, Iterable, Iterator, Sequence
 
 import pandas as pd
 import torch
 from fastcore.basics import patch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..base.process import seeded
 from ..base.schema import STRICT, check_names, read_tensors
@@ -29,6 +29,7 @@ from .model import Model, load_model, read_model
 from .seed import Seed
 from .training import check_finite
 from .weights import open_seed
+from ..moe.attention import LowRankLinear, route_attention
 from ..moe.layer import LowRankMoE, insert_experts
 from ..moe.router import RouterSettings
 
@@ -67,6 +68,8 @@ class MoEFacts:
     router: RouterSettings  # its settings
     lineage: list[Contribution] = field(default_factory=list)  # of the clients in it
     random_state: int | None = None  # of all that is random in merging and fine-tuning, if told
+    # attention's linear maps that experts change, too
+    attention: list[str] = field(default_factory=list)
 
     def __post_init__(self):
         if not 0 < len(self.experts) == len(self.ranks) == len(self.scales):
@@ -96,6 +99,7 @@ class UnifiedModel(Model):
         ranks: list[int],  # rank of each expert's factors; 0 for the seed's own FFN
         scales: list[float],  # alpha / r of each expert
         settings: RouterSettings = RouterSettings(),
+        attention: Sequence[str] = (),  # attention's linear maps that experts change, too
     ):
         MoEFacts(experts, ranks, scales, settings)  # at once, rather than when it is to be saved
         super().__init__(seed, seed.new_backbone())
@@ -104,12 +108,22 @@ class UnifiedModel(Model):
         self.experts, self.ranks, self.scales, self.settings = experts, ranks, scales, settings
         insert_experts(self.backbone, seed.layers, seed.ffn, ranks, scales, settings)
         seed.connect(self.backbone, settings.context)
+        self.attention = list(attention)
+        route_attention(self.backbone, seed.layers, self.attention)
         self.backbone.eval()
 
     @property
     def layers(self) -> list[LowRankMoE]:
         "The Mixture-of-Experts layers, first layer first."
         return [self.backbone.get_submodule(path) for path in self.seed.layers]
+
+    @property
+    def maps(self) -> dict[tuple[str, str], LowRankLinear]:
+        "Attention's maps that experts change, as the factors of a bundle are called."
+        places = itertools.product(self.seed.attention, self.attention)
+        return {
+            (path, name): self.backbone.get_submodule(f"{path}.{name}") for path, name in places
+        }
 
 # %% ../../nbs/models/06_unified.ipynb #70e6dec9
 @patch
@@ -246,7 +260,8 @@ def parameter_groups(self: UnifiedModel) -> dict[str, int]:
     routers = {p for layer in self.layers for p in layer.router.parameters()}
     return dict(
         seed=sum(p.numel() for p in self.seed.backbone.parameters()),
-        factors=sum(p.numel() for table in tables for p in table.values()),
+        factors=sum(p.numel() for table in tables for p in table.values())
+        + sum(p.numel() for part in self.maps.values() for p in (part.a, part.b)),
         routers=sum(p.numel() for p in routers),
     )
 
@@ -261,10 +276,16 @@ def count_parameters(self: UnifiedModel) -> dict[str, int]:
     return dict(total=sum(groups.values()), active=active)
 
 # %% ../../nbs/models/06_unified.ipynb #2f87c2cb
-def _own_state(layer: LowRankMoE) -> dict[str, torch.Tensor]:
-    "Router and factors, without the seed's FFN."
-    state = layer.state_dict().items()
-    return {name: tensor for name, tensor in state if not name.startswith("ffn.")}
+def _own_parts(model: UnifiedModel) -> Iterator[tuple[str, nn.Module]]:
+    "Everything that is not the seed's: MoE layers, and maps of attention, with their paths."
+    yield from zip(model.seed.layers, model.layers)
+    yield from ((f"{path}.{name}", part) for (path, name), part in model.maps.items())
+
+
+def _own_state(part: nn.Module) -> dict[str, torch.Tensor]:
+    "Router and factors, without the seed's FFN or linear map."
+    state = part.state_dict().items()
+    return {name: tensor for name, tensor in state if name.split(".")[0] not in ("ffn", "linear")}
 
 
 @patch
@@ -273,27 +294,28 @@ def write(self: UnifiedModel, folder: Path) -> MoEFacts:
     finite."""
     tensors = {
         f"{path}.{name}": tensor.detach().cpu().clone()
-        for path, layer in zip(self.seed.layers, self.layers)
-        for name, tensor in _own_state(layer).items()
+        for path, part in _own_parts(self)
+        for name, tensor in _own_state(part).items()
     }
     check_finite(tensors, "the unified model")
     (folder / "seed").mkdir()
     self.seed.save(folder / "seed")
     save_file(tensors, folder / "moe.safetensors")
     parts = self.experts, self.ranks, self.scales, self.settings
-    return MoEFacts(*parts, self.lineage, self.random_state)
+    return MoEFacts(*parts, self.lineage, self.random_state, self.attention)
 
 # %% ../../nbs/models/06_unified.ipynb #11e76eb2
 @patch(cls_method=True)
 def read(cls: UnifiedModel, folder: Path, facts: MoEFacts, device: str) -> UnifiedModel:
     "Read the files. Raises `ValueError` for tensors that are missing or do not belong."
     seed = open_seed(str(folder / "seed"), device=device)
-    model = cls(seed, facts.experts, facts.ranks, facts.scales, facts.router)
+    parts = facts.experts, facts.ranks, facts.scales, facts.router
+    model = cls(seed, *parts, facts.attention)
     model.lineage, model.random_state = facts.lineage, facts.random_state
     file = folder / "moe.safetensors"
     tensors, _ = read_tensors(file)
-    for path, layer in zip(seed.layers, model.layers):
-        own = _own_state(layer)
+    for path, part in _own_parts(model):
+        own = _own_state(part)
         for name, wanted in own.items():
             found = tensors.pop(f"{path}.{name}", None)
             if found is None:
@@ -302,7 +324,7 @@ def read(cls: UnifiedModel, folder: Path, facts: MoEFacts, device: str) -> Unifi
                 shapes = f"{list(found.shape)}, but must be {list(wanted.shape)}"
                 raise ValueError(f"{file}: {path}.{name} is {shapes}.")
             own[name] = found
-        layer.load_state_dict(own, strict=False)
+        part.load_state_dict(own, strict=False)
     if tensors:
         raise ValueError(f"{file} has a tensor that no layer uses: {min(tensors)}.")
     return model

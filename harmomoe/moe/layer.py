@@ -37,6 +37,9 @@ class LowRankExperts(nn.Module):
     "The seed's frozen FFN, the factors of all experts, and the router that chooses among them."
 
     tile: int = 4096  # tokens whose hidden activations exist at the same time
+    followed: bool = False  # whether the next layer's attention does as this layer decides
+    # weights and experts of the last pass, [B, T, k] each, for who follows; who does takes them
+    decided: tuple[Tensor, Tensor] | None = None
 
     def __init__(
         self,
@@ -281,6 +284,8 @@ class LowRankMoE(LowRankExperts):
             hidden = self.layout.hidden(self.ffn, *base)
             base = tuple(x.flatten(0, 1) for x in base)
         weights, experts = self.router(z, context, hidden)
+        if self.followed:
+            self.decided = weights, experts
         tokens, weights, experts = (x.flatten(0, 1) for x in (z, weights.to(z.dtype), experts))
         # at the choice, without waiting for it
         may_look = z.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -53,10 +53,18 @@ def test_every_field_is_in_the_digest(invitation, tiny):
         replace(invitation, name="shapes"),
         replace(invitation, settings=changed(tiny.settings, {"expert.epochs": 3})),
         replace(invitation, limits=Limits(rank=9)),
+        replace(invitation, limits=Limits(rank=9, attention=False)),
         replace(invitation, deadline=None),
         replace(invitation, pool=replace(invitation.pool, samples=91)),
     ]
-    assert len({one.digest for one in (invitation, *others)}) == 6
+    assert len({one.digest for one in (invitation, *others)}) == 7
+
+
+def test_a_limit_on_attention_is_said_if_there_is_one(invitation, tmp_path):
+    "So digests of invitations that do not know this limit stay what they are."
+    assert "attention" not in invitation.as_json()["limits"]
+    strict = replace(invitation, limits=Limits(attention=False))
+    assert read_invitation(strict.write(tmp_path / "strict.yaml")) == strict
 
 
 def test_nothing_is_overwritten(invitation, file):

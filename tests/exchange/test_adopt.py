@@ -1,15 +1,19 @@
 "Experts that were trained elsewhere as clients: the mean of their other changes, and bundles."
 
 import copy
+import json
 from dataclasses import replace
 
 import pytest
 import torch
-from exchange.small_decoders import logits, merged, moved
+from exchange.small_decoders import edit, logits, merged, moved
 from helpers import routing_of, stamps
+from safetensors.torch import load_file
 
-from harmomoe.base.artefacts import stages_run
+from harmomoe.base.artefacts import stages_run, write_manifest
+from harmomoe.baselines.arrow import route_by_directions
 from harmomoe.bundle.files import read_bundle
+from harmomoe.bundle.manifest import Limits
 from harmomoe.client.expert import load_expert
 from harmomoe.config.settings import Config, ProxySettings, RoutingSettings, changed
 from harmomoe.data.domains import Domain
@@ -18,7 +22,11 @@ from harmomoe.describe.public import Public
 from harmomoe.describe.routing import client_routing
 from harmomoe.exchange.adopt import adopt, average_others, chat_template, example_domain
 from harmomoe.exchange.convert import read_adapter, read_checkpoint
+from harmomoe.exchange.export import dense_expert, save_adapters, to_mixtral
+from harmomoe.exchange.transformers import from_transformers, to_transformers
+from harmomoe.models.model import load_model
 from harmomoe.moe.router import RouterSettings
+from harmomoe.server.merge import merge
 
 # The mean of other changes
 
@@ -235,6 +243,103 @@ def test_what_a_template_refuses_is_an_error_of_its_row(chatty, seed):
     strict = chatty("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ValueError, match="row 0: the chat template of .*roles must alternate"):
         example_domain("law", ["Is it void?"], chat_template(strict))
+
+
+# Attention
+
+
+@pytest.fixture
+def both(seed, foreign, text_public, tmp_path):
+    "Bundles of an adapter of everything and of one of queries and values; PEFT's models of them."
+    found, models = [], {}
+    for name, targets in dict(law="all-linear", code=["q_proj", "v_proj"]).items():
+        folder, models[name] = foreign(name, target_modules=targets, random_state=len(name))
+        domain = example_domain(name, [f"{name} {n}: is it void?" for n in range(12)])
+        expert = read_adapter(folder, seed)
+        found.append(read_bundle(adopt(expert, domain, text_public, tmp_path / name), text_public))
+    return found, models
+
+
+def test_attention_comes_through_a_bundle_into_one_model(seed, both, text_public, tmp_path):
+    bundles, models = both
+    assert [len(bundle.factors) for bundle in bundles] == [14, 10]
+    model = merge(bundles, text_public)
+    assert model.attention == ["q_proj", "k_proj", "v_proj", "o_proj"] and len(model.maps) == 8
+    rows = sum(model.ranks)
+    of_maps = sum(rows * sum(part.linear.weight.shape) for part in model.maps.values())
+    assert sum(p.numel() for part in model.maps.values() for p in (part.a, part.b)) == of_maps
+    assert model.count_parameters()["total"] > of_maps + sum(
+        p.numel() for p in seed.backbone.parameters()
+    )
+    model.save(tmp_path / "one")
+    opened = load_model(tmp_path / "one")
+    assert opened.attention == model.attention
+    assert torch.equal(logits(opened.backbone), logits(model.backbone))
+    theirs = to_transformers(opened)
+    back = from_transformers(theirs, seed.tokenizer)
+    assert back.seed.identity["weights"] == seed.identity["weights"]
+    for one in (model, opened, back):
+        for name, alone in models.items():
+            with one.only(name):
+                assert torch.allclose(logits(one.backbone), logits(alone), atol=1e-4)
+            assert torch.allclose(logits(dense_expert(one, name)), logits(alone), atol=1e-4)
+        with one.only("seed"):
+            assert torch.allclose(logits(one.backbone), logits(seed.backbone), atol=1e-5)
+    saved = save_adapters(opened, tmp_path / "out")
+    for name, alone in models.items():
+        again = merged(seed, read_adapter(saved[name], seed))
+        assert torch.allclose(logits(again), logits(alone), atol=1e-4)
+    with pytest.raises(ValueError, match="experts change attention, too"):
+        to_mixtral(model, drop_context=True)
+
+
+def test_a_bundle_without_attention_is_what_it_was(seed, foreign, both, text_public, tmp_path):
+    expert = read_adapter(foreign("plain")[0], seed)
+    domain = example_domain("plain", [f"plain {n}?" for n in range(12)])
+    plain = read_bundle(adopt(expert, domain, text_public, tmp_path / "plain"), text_public)
+    assert merge([plain], text_public).attention == []
+    mixed = merge([*both[0], plain], text_public)
+    mine = mixed.layers[0].owner == mixed.experts.index("plain")
+    for part in mixed.maps.values():
+        assert mine.any() and not part.a[mine].any() and not part.b[mine].any()
+
+
+def test_attention_in_a_bundle_is_checked(both, text_public, tmp_path):
+    folder, key = (
+        both[0][1].folder,
+        "base_model.model.model.layers.1.self_attn.v_proj.lora_A.weight",
+    )
+
+    def spoilt(change):
+        edit(folder / "adapter", "adapter_model.safetensors", change)
+        said = json.loads((folder / "manifest.json").read_text())
+        write_manifest(folder, said["kind"], said["inputs"], **said["facts"])
+        return folder
+
+    with pytest.raises(ValueError, match="q_proj.*; the server takes experts that change FFNs al"):
+        read_bundle(folder, text_public, Limits(attention=False))
+    whole = load_file(folder / "adapter" / "adapter_model.safetensors")
+    wrong = {
+        "v_proj has factors": lambda t: t.update({key: t[key][:2].clone()}),
+        "v_proj is not finite": lambda t: t.update({key: t[key] * torch.nan}),
+        "v_proj are so large": lambda t: t.update({key: t[key] * 1e9}),
+        "lacks the tensor .*not trained on the v_proj in all layers": lambda t: t.pop(key),
+        "w_proj.*no map of attention that can be routed": lambda t: t.update(
+            {key.replace("v_proj", "w_proj"): t[key].clone()}
+        ),
+    }
+    for message, change in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            read_bundle(spoilt(lambda t: (t.clear(), t.update(whole), change(t))), text_public)
+    assert read_bundle(spoilt(lambda t: (t.clear(), t.update(whole))), text_public).rank == 4
+
+
+def test_arrow_routes_attention_by_its_directions(both, text_public, tmp_path):
+    model = route_by_directions(both[0], text_public)
+    assert len(model.maps) == 14
+    model.save(tmp_path / "arrow")
+    opened = load_model(tmp_path / "arrow")
+    assert torch.equal(logits(opened.backbone), logits(model.backbone))
 
 
 def test_changes_besides_ffns_are_averaged_before_a_bundle(seed, text_public, tmp_path):

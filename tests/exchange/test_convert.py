@@ -69,7 +69,7 @@ def test_attention_is_refused_ignored_or_averaged(seed, foreign):
     folder, model = foreign(target_modules="all-linear")
     told = "q_proj|k_proj|v_proj|o_proj.*and 7 more.*% of the squared norm.*average"
     with pytest.raises(ValueError, match=told):
-        read_adapter(folder, seed)
+        read_adapter(folder, seed, "refuse")
     before, after = seed.backbone.state_dict(), copy.deepcopy(model).merge_and_unload().state_dict()
     change = {name: (after[name] - before[name]).double().norm().item() ** 2 for name in before}
     outside = sum(size for name, size in change.items() if "self_attn" in name)
@@ -81,6 +81,40 @@ def test_attention_is_refused_ignored_or_averaged(seed, foreign):
     assert kept.lost == 0 and len(kept.others) == 8
     for name, its_change in kept.others.items():
         assert torch.allclose(before[name] + its_change, after[name], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "targets, routed",
+    [
+        ("all-linear", 8),
+        (["q_proj", "v_proj"], 4),
+        ([*GATED, "o_proj"], 2),
+        (r".*\.1\.self_attn\.(k|v)_proj", 2),
+    ],
+    ids=["all", "qv", "o", "upper"],
+)
+def test_attention_is_routed(seed, foreign, targets, routed):
+    folder, model = foreign(target_modules=targets, alpha_pattern=dict(v_proj=3))
+    expert = read_adapter(folder, seed)
+    assert torch.allclose(logits(merged(seed, expert)), logits(model), atol=2e-5)
+    assert list(expert.account.values()).count("routed") == routed
+    assert not expert.others and expert.lost == 0
+    names = {linear for path, linear in expert.factors if "self_attn" in path}
+    # in all layers or in none, zeros where nothing changes
+    assert len(expert.factors) == 6 + 2 * len(names)
+    assert {len(a) for a, _ in expert.factors.values()} == {expert.rank}
+    again = folder.parent / "again"
+    again.mkdir()
+    write_adapter(again, expert.factors, expert.scale, "small")
+    opened = read_adapter(again, seed)
+    for place, pair in expert.factors.items():
+        assert all(map(torch.equal, pair, opened.factors[place]))
+
+
+def test_what_is_no_map_of_attention_is_refused_with_it(seed, foreign):
+    folder, _ = foreign(target_modules=["q_proj", "lm_head", "up_proj"])
+    with pytest.raises(ValueError, match=r"lm_head.*0 more .*an FFN or attention \(q_proj, k_proj"):
+        read_adapter(folder, seed)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +198,7 @@ def test_other_wrong_adapters(seed, foreign, decoder, tmp_path):
         read_adapter(folder, decoder(intermediate_size=40))
     with pytest.raises(ValueError, match="others is 'mean'"):
         read_adapter(folder, seed, "mean")
-    with pytest.raises(ValueError, match="changes no FFN"):
+    with pytest.raises(ValueError, match="changes no FFN.*unless attention is routed"):
         read_adapter(foreign("attention", target_modules=["q_proj"])[0], seed, "ignore")
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(FileNotFoundError, match="Pickles .* are not read"):

@@ -148,6 +148,18 @@ def test_a_dict_says_what_a_file_says(world, monkeypatch):
     assert open_adapters(read).experts.keys() == PROMPTS.keys()
 
 
+def test_attention_is_routed_unless_the_file_says_otherwise(world):
+    folder, recipe = world
+    del recipe["others"]
+    unified = unify_adapters(put(folder, recipe))
+    taken = unified.adapters.taken()
+    assert taken["maps of attention"].tolist() == [0, 1]
+    assert not taken[["other maps averaged", "other maps dropped"]].any(axis=None)
+    assert unified.model.attention == ["q_proj"]
+    opened = AutoModelForCausalLM.from_pretrained(unified.folder)
+    assert opened.config.attention == ["q_proj"] and len(opened.attention_maps) == 2
+
+
 def test_other_changes_are_averaged_into_the_base(world, seed):
     folder, recipe = world
     adapters = open_adapters(put(folder, recipe | dict(others="average")))

@@ -61,14 +61,19 @@ def randomise(layers):
                 router.scale.uniform_(0.5, 2)
 
 
-def build(family="llama", tied=False, size=None, **router):
+def build(family="llama", tied=False, size=None, attention=(), **router):
     "A unified model of its own for a test that changes it."
     kind, special = CONFIGS[family]
     router = dict(top_k=2, context="prefix", form="logistic", lam=0.5) | router
     torch.manual_seed(0)
     text_config = kind(**SIZE | special | (size or {}), tie_word_embeddings=tied)
-    model = HarmoMoEForCausalLM(HarmoMoEConfig(text_config, **EXPERTS, router=router)).eval()
+    config = HarmoMoEConfig(text_config, **EXPERTS, router=router, attention=attention)
+    model = HarmoMoEForCausalLM(config).eval()
     randomise(model.moe_layers)
+    with torch.no_grad():
+        for part in model.attention_maps:
+            part.a.normal_(std=0.3)
+            part.b.normal_(std=0.3)
     return model
 
 
