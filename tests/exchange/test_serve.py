@@ -97,6 +97,8 @@ def started(command, **environment):
         stderr=subprocess.DEVNULL,
         text=True,
         env=ALONE | environment,
+        # a shell that runs the tests in the background has switched Ctrl-C off
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     line = process.stdout.readline()
     assert "answers at http://127.0.0.1:" in line, line
