@@ -162,6 +162,17 @@ def test_other_code_is_folded_below_fields_methods_and_signatures():
     assert text_of(code).startswith("#| code-fold: true") and "return self" in text_of(code)
 
 
+def test_folded_code_says_what_it_is():
+    assert finish_pages.with_summary("import os") == (
+        '#| code-summary: "Imports"\n#| code-fold: true\nimport os'
+    )
+    code = "def f(): ...\nclass A: ..."
+    assert finish_pages.with_summary(code) == f'#| code-summary: "Code: f, A"\n{code}'
+    assert finish_pages.with_summary("a = 1", True) == '#| code-summary: "Parameters"\na = 1'
+    for same in ("f()", "!ls", '#| code-summary: "Words"\na = 1'):
+        assert finish_pages.with_summary(same) == same
+
+
 def test_links_in_links_are_joined_and_pictures_in_links_stay():
     text = "[see [`x`](a.html#x) there](b.ipynb), [[`y`](c)](d) and [![alt](e.png)](f)"
     joined = "[see `x` there](b.ipynb), [`y`](d) and [![alt](e.png)](f)"

@@ -265,13 +265,23 @@ def whole_options(text: str, written: str) -> str:
     return mended + without_directives(text)
 
 
+def body_of(text: str) -> list[ast.stmt]:
+    """A cell's statements; none of one that is no Python, such as a shell command."""
+    try:
+        return ast.parse(text).body
+    except SyntaxError:
+        return []
+
+
 def only_imports(text: str) -> bool:
     """Whether a cell does nothing but import."""
-    try:
-        body = ast.parse(text).body
-    except SyntaxError:  # a shell command
-        return False
+    body = body_of(text)
     return bool(body) and all(isinstance(x, (ast.Import, ast.ImportFrom)) for x in body)
+
+
+def defined(text: str) -> list[str]:
+    """The functions and classes that a cell defines."""
+    return [node.name for node in body_of(text) if isinstance(node, DEFINITIONS)]
 
 
 def joined_links(text: str) -> str:
@@ -353,6 +363,19 @@ def table(text: str) -> str:
 MENDED = ("text/markdown", joined_links), ("text/html", table)  # outputs, by kind
 
 
+def with_summary(text: str, parameters: bool = False) -> str:
+    """A cell that says what it is when it is folded; imports always are."""
+    code = without_directives(text)
+    if only_imports(code) and not directive(text, "code-fold") and not directive(text, "echo"):
+        text = f"#| code-fold: true\n{text}"
+    if directive(text, "code-summary"):
+        return text
+    summary = "Parameters" if parameters else "Imports" if only_imports(code) else "Code"
+    if names := defined(code):
+        summary += ": " + ", ".join(names)
+    return f'#| code-summary: "{summary}"\n{text}' if summary != "Code" else text
+
+
 def finished(notebook: dict, room: str, written: dict[str, str]) -> None:
     """Make a processed notebook's cells what a reader is to see; `written` has the cells of the
     notebook that it was made from, by their ids."""
@@ -367,9 +390,8 @@ def finished(notebook: dict, room: str, written: dict[str, str]) -> None:
         if cell["cell_type"] == "code" and directive(text, "exports"):
             cells += entries(without_directives(text), sources, room in OPEN)
             continue
-        if cell["cell_type"] == "code" and only_imports(without_directives(text)):
-            if not directive(text, "code-fold") and not directive(text, "echo"):
-                cell["source"] = f'#| code-fold: true\n#| code-summary: "Imports"\n{text}'
+        if cell["cell_type"] == "code":
+            cell["source"] = with_summary(text, "parameters" in cell["metadata"].get("tags", []))
         if cell["cell_type"] == "markdown":
             cell["source"] = joined_links(text)
         for output in cell.get("outputs", []):

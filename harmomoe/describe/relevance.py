@@ -123,12 +123,13 @@ def relevance_figure(
     matplotlib figure."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(
-        1, len(relevance), figsize=(3.3 * len(relevance), 2.6), sharex=True, squeeze=False
-    )
+    across = min(len(relevance), 4)  # panels side by side
+    down = -(-len(relevance) // across)
+    size = 3.3 * across, 2.6 * down
+    figure, axes = plt.subplots(down, across, figsize=size, sharex=True, squeeze=False)
     bins = np.linspace(-8, 6, 57)
     log_odds = lambda r: np.clip(np.log10(r + 1e-12) - np.log10(1 - r + 1e-12), bins[0], bins[-1])
-    for axis, (name, r) in zip(axes[0], relevance.items()):
+    for axis, (name, r) in zip(axes.flat, relevance.items()):
         axis.hist(log_odds(r.scores), bins, density=True, color="0.7", label="public pool")
         axis.hist(
             log_odds(r.private),
@@ -143,7 +144,12 @@ def relevance_figure(
             axis.axvline(
                 log_odds(np.sort(r.scores)[-n]), color="#D55E00", ls="--", label=f"top {n}"
             )
-        axis.set(title=name, xlabel="log10 odds of relevance", yticks=[])
+        axis.set(title=name, yticks=[])
+    for axis in axes.flat[len(relevance) :]:
+        axis.remove()
+    for axis in axes.flat[len(relevance) - across : len(relevance)]:  # lowest of its column
+        axis.set(xlabel="log10 odds of relevance")
+        axis.tick_params(labelbottom=True)
     axes[0, 0].legend(fontsize=7, loc="upper right")
     figure.tight_layout()
     return figure
