@@ -40,6 +40,13 @@ def _mean_and_spread(z: Tensor, mask: Tensor | None) -> Tensor:
     return torch.cat([token_mean(z, mask), token_spread(z, mask)], -1)
 
 
+def _reached(data: Dataset, reach: str) -> Dataset:
+    "Samples without what a context never sees, which need not be run: answers, if prompts count."
+    if reach != "prompt" or "answer" not in data.column_names:
+        return data
+    return data.remove_columns("answer").add_column("answer", [""] * len(data))
+
+
 def _hidden(seed: Seed, layer: int, z: Tensor) -> Tensor:
     "The hidden activation [B, T, m] of the seed's own FFN for tokens [B, T, d] that enter it."
     ffn = seed.backbone.get_submodule(seed.layers[layer])
@@ -90,7 +97,7 @@ def layer_means(
     ffns = [backbone.get_submodule(path) for path in seed.layers]
     handles = [ffn.register_forward_pre_hook(hook(layer)) for layer, ffn in enumerate(ffns)]
     try:
-        for batch in seed.batches(data, batch_size=batch_size):
+        for batch in seed.batches(_reached(data, reach), batch_size=batch_size):
             mask = seed.token_mask(batch, reach)
             masks[:] = [beginnings(mask, read) if cut else mask]
             read += len(seed.hidden(backbone, batch))

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from scipy.optimize import minimize
 
 from harmomoe.base.process import seeded
+from harmomoe.data.texts import text_dataset
 from harmomoe.describe.routing import (
     FILE,
     SHORTEST,
@@ -30,6 +31,7 @@ from harmomoe.describe.routing import (
     save_routing,
     seed_routing,
 )
+from harmomoe.models.weights import open_seed
 from harmomoe.moe.context import FORMS, vector_size
 
 RATIOS = [form for form in FORMS if form != "mean"]  # the forms that come from a regression
@@ -216,6 +218,25 @@ def test_layer_means_leave_padding_out(tiny_seed, images, monkeypatch):
     assert torch.equal(layer_means(tiny_seed, tiny_seed.backbone, data, 5), found[..., :64])
     assert close(found[..., :64].double(), z.mean(2))
     assert np.allclose(found[..., 64:], spread(z, 2), atol=1e-5)
+
+
+def test_answers_are_not_run_where_prompts_count(tiny_decoder):
+    seed = open_seed(str(tiny_decoder))
+    rows = [dict(instruction=f"What is {i}?", output="It is " + "long " * 40) for i in range(6)]
+    data, entered = text_dataset(rows, "questions"), []
+    backbone = seed.new_backbone()
+    first = backbone.get_submodule(seed.layers[0])
+    first.register_forward_pre_hook(lambda module, given: entered.append(given[0]))
+    found = layer_means(seed, backbone, data, reach="prompt")
+    prompts = [torch.tensor([seed.encode(prompt, "")[0]]) for prompt in data["prompt"]]
+    # the token that ends a text is the one answer that is left
+    assert entered[0].shape[:2] == (6, 1 + max(ids.shape[1] for ids in prompts))
+    entered.clear()
+    with torch.no_grad():
+        for ids in prompts:
+            backbone(input_ids=ids)
+    expected = torch.stack([z[0].mean(0) for z in entered])
+    assert torch.allclose(found[0], expected, atol=1e-5)
 
 
 def test_layer_means_ask_for_the_tokens_that_the_router_will_see(tiny_seed, images, monkeypatch):
