@@ -12,9 +12,9 @@ settings = config["DEFAULT"]
 
 extras = {
     name: settings[f"{name}_requirements"].split()
-    for name in ("notebooks", "harness", "gguf", "signing", "dev")
+    for name in ("notebooks", "harness", "gguf", "onnx", "signing", "dev")
 }
-extras["dev"] += extras["notebooks"] + extras["harness"] + extras["signing"]
+extras["dev"] += extras["notebooks"] + extras["harness"] + extras["onnx"] + extras["signing"]
 first, last = (int(settings[key].split(".")[1]) for key in ("min_python", "max_tested_python"))
 
 setup(

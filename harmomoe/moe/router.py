@@ -174,7 +174,7 @@ class EvidenceRouter(EvidenceParameters):
         none = z.new_zeros(*z.shape[:2], len(self.vectors))
         total = context.mean(none, lambda mask: self.look(z, hidden, mask))
         for router in self.earlier:
-            if router.total is None or len(router.total) != len(total):
+            if router.total is None or router.total.shape[0] != total.shape[0]:
                 raise ValueError(
                     "this router adds to what the one of the layer before said, which has not seen "
                     "this batch: run the layers in their order."
