@@ -12,9 +12,10 @@ settings = config["DEFAULT"]
 
 extras = {
     name: settings[f"{name}_requirements"].split()
-    for name in ("notebooks", "harness", "gguf", "onnx", "signing", "dev")
+    for name in ("notebooks", "harness", "gguf", "onnx", "ray", "signing", "dev")
 }
-extras["dev"] += extras["notebooks"] + extras["harness"] + extras["onnx"] + extras["signing"]
+for name in ("notebooks", "harness", "onnx", "ray", "signing"):
+    extras["dev"] += extras[name]
 first, last = (int(settings[key].split(".")[1]) for key in ("min_python", "max_tested_python"))
 
 setup(

@@ -7,7 +7,7 @@ Docs: https://harmomoe.github.io/harmomoe/describe/embeddings.html.md"""
 # %% auto #0
 __all__ = ['FILE', 'cached_embeddings']
 
-# %% ../../nbs/describe/00_embeddings.ipynb #fec9be77
+# %% ../../nbs/describe/00_embeddings.ipynb #a6274688
 from pathlib import Path
 from typing import Iterable
 
@@ -15,6 +15,7 @@ import numpy as np
 from datasets import Dataset
 
 from ..base.artefacts import reserve, stage, unfinished
+from ..base.engine import Engine, Local
 from ..data.domains import fingerprint
 from ..models.seed import Seed
 
@@ -60,13 +61,14 @@ def _reserve(partial: Path, waiting: Path, parts: list[range], width: int, folde
             places[partial / f"{rows.start:012}"] = room(len(rows))
     reserve(places, f"the embeddings of {parts[-1].stop:,} samples have no room in {folder}")
 
-# %% ../../nbs/describe/00_embeddings.ipynb #5f82db34
+# %% ../../nbs/describe/00_embeddings.ipynb #a4e2536e
 def cached_embeddings(
     seed: Seed,  # the seed; its `embeds_in` is what it computes in
     dataset: Dataset,  # the samples; a memory-mapped data set is never held in memory
     folder: str | Path,  # folder of the cache entry; it is reused if data set and seed are the same
     # rows that are computed, held and kept at a time: what an interruption can cost
     shard: int = 16_384,
+    engine: Engine = Local(),  # embeds the shards, if there are several
 ) -> np.ndarray:  # float32 [n, d], memory-mapped and read-only, in the order of the data set
     """The seed's embeddings of a data set, computed once and kept on disk. Finished shards wait
     in a hidden folder beside `folder`. Raises `ValueError` for an empty data set and a shard
@@ -82,10 +84,12 @@ def cached_embeddings(
         waiting, shape = unfinished(partial), (n, seed.embedding_size)
         parts = [range(start, min(start + shard, n)) for start in range(0, n, shard)]
         _reserve(partial, waiting, parts, seed.embedding_size, folder)
-        files = [
-            _shard(seed, dataset, rows, waiting, inputs, partial / f"{rows.start:012}")
+        tasks = [
+            (_shard, seed, dataset, rows, waiting, inputs, partial / f"{rows.start:012}")
             for rows in parts
         ]
+        several = engine if len(tasks) > 1 else Local()
+        files = several.run(tasks, "shards", int(seed.device.type == "cuda"))
         _write_rows(partial / FILE, shape, (np.load(file, mmap_mode="r") for file in files))
         return dict(samples=n)
 

@@ -7,7 +7,7 @@ Docs: https://harmomoe.github.io/harmomoe/describe/public.html.md"""
 # %% auto #0
 __all__ = ['Public']
 
-# %% ../../nbs/describe/05_public.ipynb #aeb8223a
+# %% ../../nbs/describe/05_public.ipynb #4799082e
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from ..base.artefacts import digest, stage
+from ..base.engine import Engine, Local
 from ..config.settings import Config
 from ..data.domains import Domain, fingerprint
 from .embeddings import cached_embeddings
@@ -31,7 +32,7 @@ from harmomoe.describe.routing import (
 )
 from ..models.seed import Seed
 
-# %% ../../nbs/describe/05_public.ipynb #4b067eaa
+# %% ../../nbs/describe/05_public.ipynb #37ef3615
 @dataclass(frozen=True, eq=False)
 class Public:
     "What everybody has."
@@ -41,6 +42,7 @@ class Public:
     config: Config  # all settings
     folder: str | Path  # where results that depend on nothing private are kept
     progress: bool = False  # whether long work shows how far it is
+    engine: Engine = Local()  # embeds the pool
 
     @cached_property
     def fingerprint(self) -> str:
@@ -51,7 +53,7 @@ class Public:
     def embeddings(self) -> np.ndarray:  # float32 [N, d], memory-mapped
         "The pool's embeddings."
         folder = Path(self.folder, f"pool-{self.fingerprint[:12]}")
-        return cached_embeddings(self.seed, self.pool.train, folder)
+        return cached_embeddings(self.seed, self.pool.train, folder, engine=self.engine)
 
     @cached_property
     def sample(self) -> Dataset:

@@ -13,6 +13,7 @@ import pytest
 from datasets import ClassLabel
 
 from harmomoe.base.artefacts import MANIFEST, digest, stages_run
+from harmomoe.base.engine import Local, Processes, read_engine
 from harmomoe.base.schema import parse
 from harmomoe.baselines.methods import METHODS, find_method
 from harmomoe.baselines.zero_shot import zero_shot
@@ -236,38 +237,41 @@ def test_error_of_a_row_surfaces_and_finished_rows_stay(again, source, tiny):
 
 
 @pytest.mark.parametrize(
-    "method, expert, changes, processes, said",
+    "method, expert, changes, engine, said",
     [
-        ("nonsense", None, {}, 1, "no method 'nonsense'; there are zeroshot, expert"),
-        ("zeroshot", None, {}, 0, "processes is 0, but must be at least 1"),
-        ("expert", "d", {}, 1, "no client 'd'; there are a, b, c"),
-        ("btx", None, {"router.top_k": 9}, 2, "top_k is 9"),
+        ("nonsense", None, {}, Local(), "no method 'nonsense'; there are zeroshot, expert"),
+        ("expert", "d", {}, Local(), "no client 'd'; there are a, b, c"),
+        ("btx", None, {"router.top_k": 9}, Processes(2), "top_k is 9"),
         (
-            *("harmomoe", None, {"proxies.candidates": 91}, 1),
+            *("harmomoe", None, {"proxies.candidates": 91}, Local()),
             "candidates is 91, but the pool has 90 samples",
         ),
     ],
     ids=str,
 )
 def test_wrong_rows_are_refused_before_any_work(
-    method, expert, changes, processes, said, source, tiny, tmp_path
+    method, expert, changes, engine, said, source, tiny, tmp_path
 ):
     rows = [
         Row("zeroshot", tiny.settings),
         Row(method, changed(tiny.settings, changes), expert),
     ]
     with pytest.raises(ValueError, match=said):
-        run_rows(rows, source, tmp_path, processes)
+        run_rows(rows, source, tmp_path, engine)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_processes_give_the_same_and_an_error_of_one_surfaces(
-    compared, lines, source, tiny, tmp_path
+@pytest.mark.parametrize("engine", ["processes:2", "ray:local"])
+def test_other_engines_give_the_same_and_an_error_of_one_surfaces(
+    engine, compared, lines, source, tiny, tmp_path
 ):
+    if engine.startswith("ray"):
+        pytest.importorskip("ray")
     good, wrong = [0, 1, 3, 4], Row("btx", diverging(tiny.settings))
     some = [lines[i] for i in good]
     with pytest.raises(FloatingPointError, match="ower the learning rate"):
-        run_rows([*some, wrong], source, tmp_path, processes=2)
+        run_rows([*some, wrong], source, tmp_path, read_engine(engine))
+    run_rows(some, source, tmp_path, read_engine(engine))  # Ray cancels what runs; go on
     with stages_run() as built:  # all others were finished
         assert run_rows(some, source, tmp_path) == [compared[1][i] for i in good]
     assert built == []

@@ -16,7 +16,7 @@ from harmomoe.base.artefacts import stages_run
 from harmomoe.base.process import check_parameters
 from harmomoe.bench import experiment as module
 from harmomoe.bench.compare import run_rows
-from harmomoe.bench.experiment import Experiment, open_experiment, read_config, read_engine
+from harmomoe.bench.experiment import Experiment, open_experiment, read_config
 from harmomoe.config.settings import changed, preset
 from harmomoe.config.source import Reading, Source
 from harmomoe.data.named import PAPER_ACCURACY
@@ -54,27 +54,6 @@ def texts(tiny_decoder, tiny_texts):
     "Parameters of an experiment on texts."
     given = dict(backbone=str(tiny_decoder), data=str(tiny_texts), clients="colours,animals")
     return given | dict(pool="sayings", preset="text", settings=f"{TEXTS}, {SETTINGS}")
-
-
-# ---- how rows are run
-
-
-@pytest.mark.parametrize(
-    "engine, processes",
-    [("local", 1), ("processes:1", 1), ("processes:2", 2), ("processes:16", 16)],
-)
-def test_an_engine_is_a_number_of_processes(engine, processes):
-    assert read_engine(engine) == processes
-
-
-@pytest.mark.parametrize(
-    "engine",
-    ["", "cluster", "Local", "local:2", "processes", "processes:", "processes:0", "processes:-1"]
-    + ["processes:two", "processes:1.5", "process:2", "threads:2", "2"],
-)
-def test_another_engine_is_refused(engine):
-    with pytest.raises(ValueError, match="but must be 'local' or 'processes:N'"):
-        read_engine(engine)
 
 
 # ---- settings

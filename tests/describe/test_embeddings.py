@@ -22,6 +22,7 @@ from PIL import Image as PILImage
 import harmomoe.base.artefacts
 import harmomoe.data.domains
 import harmomoe.describe.embeddings
+from harmomoe.base.engine import read_engine
 from harmomoe.data.domains import fingerprint
 from harmomoe.describe.embeddings import cached_embeddings
 from harmomoe.describe.proxies import select_proxies
@@ -161,6 +162,16 @@ def test_a_finished_cache_of_anything_else_is_replaced(
     cached_embeddings(tiny_seed, pool.test, folder)
     cached_embeddings(tiny_seed, pool.test, folder)
     assert watch == [90, 12, 12] and os.listdir(tmp_path) == ["pool"]
+
+
+@pytest.mark.parametrize("engine", ["processes:2", "ray:local"])
+def test_other_engines_embed_the_same(engine, tiny_seed, tiny_benchmark, tmp_path):
+    if engine.startswith("ray"):
+        pytest.importorskip("ray")
+    pool, how = tiny_benchmark.pool.train, dict(shard=40)
+    found = cached_embeddings(tiny_seed, pool, tmp_path / "a", engine=read_engine(engine), **how)
+    assert np.array_equal(found, cached_embeddings(tiny_seed, pool, tmp_path / "b", **how))
+    assert not (tmp_path / ".a.unfinished").exists()
 
 
 @pytest.mark.parametrize("rows, shard", [(0, 10), (5, 0)])
