@@ -105,10 +105,12 @@ def _shared(tasks: list[tuple], put: Callable) -> Iterator[list]:
             ready.append(kept.get(id(one), one))
         yield ready
 
-# %% ../../nbs/base/04_engine.ipynb #7c25b024
+# %% ../../nbs/base/04_engine.ipynb #90069d5d
 def _connected(address: str) -> ModuleType:
     "Ray, connected until this process ends. Raises as `Ray.run`."
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
+    # workers started here do the work, and need not step back behind everybody, as Ray has it
+    os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
 
     if not ray.is_initialized():

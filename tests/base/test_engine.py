@@ -20,8 +20,7 @@ def cluster():
     except ImportError:
         yield
         return
-    # workers are as busy as everybody; by default they step back, and others would starve them
-    os.environ["RAY_worker_niceness"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # as in `_connected`
     how = dict(include_dashboard=False, log_to_driver=False, object_store_memory=1 << 27)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker could import it
     ray.init("local", num_cpus=2, **how)

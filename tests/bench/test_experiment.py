@@ -13,6 +13,7 @@ import torch
 from odd_values import annotations
 
 from harmomoe.base.artefacts import stages_run
+from harmomoe.base.engine import Local, Processes
 from harmomoe.base.process import check_parameters
 from harmomoe.bench import experiment as module
 from harmomoe.bench.compare import run_rows
@@ -182,7 +183,7 @@ def test_opening_computes_nothing_and_makes_a_folder(images, tmp_path, process):
     assert folder.name == f"run_cv-tiny-{Path(images['data']).name}-0"
     assert list(folder.iterdir()) == []
     assert made.folder.resolve() == folder
-    assert (made.methods, made.processes, list(made.clients)) == ((), 1, ["a", "b", "c"])
+    assert (made.methods, made.engine, list(made.clients)) == ((), Local(), ["a", "b", "c"])
 
 
 @pytest.mark.parametrize(
@@ -521,7 +522,7 @@ def test_other_systems_run_in_as_many_processes_as_the_engine_says(images, monke
     given = images | dict(methods="zeroshot", engine="processes:3", out="out")
     made = open_experiment("run_cv", False, **given)
     assert made.measure_others() == {}
-    assert asked == [(made.rows, made.source, made.folder, 3)]
+    assert asked == [(made.rows, made.source, made.folder, Processes(3))]
 
 
 def test_papers_numbers_are_shown_for_its_seed_on_its_data_only():
