@@ -68,6 +68,8 @@ def test_every_table_and_figure_is_there(ran, parameters):
     for table in (methods, router):
         assert table[["public", "joint"]].apply(lambda c: c.str.contains("±")).all(axis=None)
     ablations = {"flexolmo_random", "expert"}  # which are not systems of the comparison
+    dense = {f"{way}_dense" for way in ("ties", "dare")}
+    ablations |= dense | {"btx_ties", "btx_dare", "perplexity", "task_vector"}  # have a page
     wanted = set(METHODS) - ablations | {f"expert:{name}" for name in "ab"}
     routers = "paper's router", "released code", "density ratios"
     assert set(methods.index) == wanted | {f"harmomoe, {router}" for router in routers}

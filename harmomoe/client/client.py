@@ -8,6 +8,7 @@ Docs: https://harmomoe.github.io/harmomoe/client/client.html.md"""
 __all__ = ['Client']
 
 # %% ../../nbs/client/02_client.ipynb #3dcf7d4c
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -47,6 +48,11 @@ class Client:
 
     def __post_init__(self):
         check_name(self.domain.name)  # before hours of work that no server would take
+
+    @property
+    def attention(self) -> Sequence[str]:
+        "Linear maps of attention that its expert changes, too. Ours change FFNs alone."
+        return ()
 
     @property
     def random_state(self) -> int:
@@ -127,7 +133,7 @@ def training_data(self: Client) -> tuple[Dataset, Dataset | None]:
         public = self.public.pool.train.select(self.proxies.ids)
     return (self.domain.train, public) if settings.private else (public, None)
 
-
+# %% ../../nbs/client/02_client.ipynb #5fa2c0d1
 @patch(as_prop=True)
 def first_expert(self: Client) -> Path:
     "Folder with the adapter that knows of no gate; the manifest's facts have `losses`, by epoch."
@@ -143,6 +149,7 @@ def first_expert(self: Client) -> Path:
         public_classes=public.pool.classes,
         random_state=public.config.random_state,
     )
+    inputs |= dict(attention=[*self.attention]) if self.attention else {}
 
     def build(partial):
         given = (
@@ -152,7 +159,8 @@ def first_expert(self: Client) -> Path:
             public.config.random_state,
             public.label(f"expert {self.domain.name}"),
         )
-        expert, losses = train_expert(public.seed, *given, Checkpoint(unfinished(partial)))
+        checkpoint = Checkpoint(unfinished(partial))
+        expert, losses = train_expert(public.seed, *given, checkpoint, self.attention)
         save_expert(partial, expert)
         return dict(losses=losses)
 

@@ -8,6 +8,7 @@ Docs: https://harmomoe.github.io/harmomoe/client/expert.html.md"""
 __all__ = ['new_expert', 'train_expert', 'expert_factors', 'save_expert', 'load_adapter', 'load_expert']
 
 # %% ../../nbs/client/00_expert.ipynb #9108aa00
+from collections.abc import Sequence
 from pathlib import Path
 
 from datasets import Dataset
@@ -25,13 +26,15 @@ def new_expert(
     seed: Seed,  # the shared seed; it is not changed
     settings: ExpertSettings,  # rank, scale and dropout
     random_state: int = 0,  # of initial factors
+    # linear maps of attention that learn, too, of `seed.attention_maps`
+    attention: Sequence[str] = (),
 ) -> PeftModel:  # a copy of the backbone with an adapter beside every FFN
     "An expert that has learnt nothing: its outputs are the seed's."
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=list(seed.ffn.linears),
+        target_modules=[*seed.ffn.linears, *attention],
     )
     with seeded(random_state):
         expert = get_peft_model(seed.new_backbone(), config).to(seed.device)
@@ -48,9 +51,10 @@ def train_expert(
     random_state: int = 0,  # of initial factors and order
     progress: str = "",  # label of the progress bar; empty for none
     checkpoint: Checkpoint | None = None,  # where to go on after an interruption
+    attention: Sequence[str] = (),  # as for `new_expert`
 ) -> tuple[PeftModel, list[float]]:  # the backbone with its adapter; mean loss of each epoch
     "Fine-tune the FFN sublayers with LoRA (Section 3.3). Raises `RuntimeError` if none moved."
-    expert = new_expert(seed, settings, random_state)
+    expert = new_expert(seed, settings, random_state, attention)
     given = data, label_space, settings, random_state, progress
     losses = train(seed, expert, *given, checkpoint=checkpoint)
     still = [name for name, p in expert.named_parameters() if "lora_B" in name and not p.any()]

@@ -29,8 +29,9 @@ from ..describe.public import Public
 from ..describe.routing import RoutingVectors
 from .convert import Expert, write_adapter
 from ..models.decoder import DecoderSeed
-from ..models.seed import Seed
+from ..models.seed import Seed, by_first_name
 from ..moe.context import vector_size
+from ..server.dense import merged_change
 
 # %% ../../nbs/exchange/04_adopt.ipynb #df654488
 def average_others(
@@ -40,10 +41,10 @@ def average_others(
 ) -> tuple[Seed, list[Expert]]:
     """Add the mean over the clients of what they changed besides their FFNs, as Branch-Train-MiX
     does."""
-    averaged, name = seed, f"{seed.name}-averaged"
-    for expert in experts:
-        changes = {key: change / len(experts) for key, change in expert.others.items()}
-        averaged = averaged.changed(name, changes)
+    weights = seed.whole.state_dict()
+    others = [by_first_name(weights, expert.others) for expert in experts]
+    changes = {key: merged_change(key, others) for key in sorted(set().union(*others))}
+    averaged = seed.changed(f"{seed.name}-averaged", changes)
     return averaged, [replace(expert, others={}) for expert in experts]
 
 # %% ../../nbs/exchange/04_adopt.ipynb #78009507

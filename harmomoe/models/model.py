@@ -123,6 +123,8 @@ KINDS = (
     "harmomoe.models.unified",
     "harmomoe.models.ensemble",
     "harmomoe.models.adapters",
+    "harmomoe.models.by_sequence",
+    "harmomoe.models.heterogeneous",
 )
 
 

@@ -49,7 +49,7 @@ FLEXOLMOS = [name for name in METHODS if name.startswith("flexolmo")]
 FACTORS = ["a.c_fc", "a.c_proj", "b.c_fc", "b.c_proj"]
 # what training changes in the Mixture-of-Experts layers that a method delivers
 MOVES = dict(
-    btx=[*FACTORS, "router.vectors"],
+    **{name: [*FACTORS, "router.vectors"] for name in ("btx", "btx_ties", "btx_dare")},
     moa=["router.vectors"],
     comigs=[*FACTORS, "router.vectors"],
     **{name: ["router.vectors", "router.biases"] for name in FLEXOLMOS},
@@ -58,6 +58,7 @@ MOVES = dict(
         for name in ("harmomoe", "proxies_only", "unrestricted_moe", "unrestricted_proxies")
     },
 )
+ROUTED = "arrow", "perplexity", "task_vector"  # other kinds of mixtures, which nobody trains
 ALL_DATA = "unrestricted_moe", "unrestricted_proxies", "expert_all_data"
 TRAINED = {*MOVES, "expert_all_data"} - {"comigs"}  # by one training at the server
 
@@ -100,7 +101,7 @@ def test_no_method_changes_the_seed(name, play, tiny_seed_folder):
     assert play(name).seed == digest_weights(open_seed(str(tiny_seed_folder)).whole)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in (*MOVES, "arrow")])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in (*MOVES, *ROUTED)])
 def test_of_a_dense_backbone_only_the_weights_of_the_ffns_are_not_the_seeds(name, play, tiny):
     linears = tiny.seed.ffn.linears
     ffns = {f"{layer}.{linear}.weight" for layer in tiny.seed.layers for linear in linears}
@@ -269,7 +270,7 @@ def test_server_looks_at_exactly_the_images_that_the_method_is_about(name, play,
     played, sample, wanted = play(name), rows(tiny.public.sample), set()
     if "proxies" in getattr(played.method, "sends", ()):
         wanted = rows(proxy_union(played.received, tiny.public))
-    if name == "btx":
+    if name.startswith("btx"):
         wanted = rows(random_public(tiny.public, 3))
     if name in ("harmomoe", "proxies_only"):
         wanted |= sample
@@ -305,6 +306,9 @@ def test_parameters_are_counted_by_kind(name, play, tiny):
             linears = [own.linear for own in model.maps.values()]
             total += 3 * (expert + sum(linear.in_features for linear in linears))
             active = total  # all three are chosen
+        elif name in ROUTED:  # all experts read the image before any answers
+            total += 3 * expert
+            active = total
         assert model.count_parameters() == dict(total=total, active=active)
         assert isinstance(model, UnifiedModel) == (name in MOVES)
 
