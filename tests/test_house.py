@@ -34,6 +34,8 @@ BELOW["describe"] = BELOW["config"] | {"config"}
 BELOW["describe.greedy"] = {"base"}
 BELOW["bundle"] = BELOW["describe"] | {"describe"}
 BELOW["client"] = BELOW["server"] = BELOW["bundle"] | {"bundle"}
+# an outsider, who sees bundles and models
+BELOW["audit"] = BELOW["server"] | {"server"}
 BELOW["exchange"] = BELOW["baselines"] = BELOW["client"] | {"client", "server"}
 BELOW["bench"] = BELOW["baselines"] | {"baselines"}
 BELOW["describe"].add("describe.greedy")  # one floor below it, and nobody else's business

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "nbs"
-LONG = ["server", "client", "bench", "describe", "baselines"]  # rooms whose notebooks train
+# rooms whose notebooks train
+LONG = ["server", "client", "bench", "describe", "baselines", "audit"]
 FOUND = sorted(NOTEBOOKS.glob("*/**/[0-9][0-9]_*.ipynb"))
 COMPONENTS = sorted(FOUND, key=lambda path: (*LONG, path.parent.name).index(path.parent.name))
 WITH_SLOW_CELLS = [path for path in COMPONENTS if "#| slow" in path.read_text(encoding="utf-8")]
