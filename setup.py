@@ -12,9 +12,9 @@ settings = config["DEFAULT"]
 
 extras = {
     name: settings[f"{name}_requirements"].split()
-    for name in ("notebooks", "harness", "gguf", "onnx", "ray", "signing", "dev")
+    for name in ("notebooks", "harness", "gguf", "onnx", "privacy", "ray", "signing", "dev")
 }
-for name in ("notebooks", "harness", "onnx", "ray", "signing"):
+for name in ("notebooks", "harness", "onnx", "privacy", "ray", "signing"):
     extras["dev"] += extras[name]
 first, last = (int(settings[key].split(".")[1]) for key in ("min_python", "max_tested_python"))
 

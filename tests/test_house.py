@@ -49,6 +49,7 @@ DISTRIBUTIONS = {
     "open_clip": "open_clip_torch",
     "yaml": "pyyaml",
     "model_signing": "model-signing",
+    "dp_accounting": "dp-accounting",
 }  # where names differ
 
 
@@ -172,7 +173,8 @@ def test_wheel_says_what_settings_say(wheel):
     assert said["License-Expression"] == wanted["license"]
     required = [line for line in said.get_all("Requires-Dist") if "extra ==" not in line]
     assert sorted(required) == sorted(wanted["requirements"].split())
-    assert said.get_all("Provides-Extra") == ["notebooks", "harness", "gguf", "signing", "dev"]
+    extras = ["notebooks", "harness", "gguf", "signing", "privacy", "dev"]
+    assert said.get_all("Provides-Extra") == extras
 
 
 def test_wheel_has_all_modules_and_data_and_works_alone(wheel, tmp_path):
@@ -285,6 +287,8 @@ def test_module_needs_only_what_is_required(module):
     keys = ["requirements"]
     if identifier(module) == "bundle/signatures":
         keys.append("signing_requirements")
+    if identifier(module) in ("client/privacy", "config/accounting"):
+        keys.append("privacy_requirements")
     if identifier(module) == "bench/report":
         keys.append("notebooks_requirements")
     assert third_party_imports(module.read_text(encoding="utf-8")) <= required(*keys)

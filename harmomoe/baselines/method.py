@@ -27,12 +27,12 @@ from ..models.model import Model
 from ..models.weights import open_seed
 from ..server.server import unify
 
-# %% ../../nbs/baselines/00_method.ipynb #ca77dd53
+# %% ../../nbs/baselines/00_method.ipynb #5845beac
 def unchanged(config: Config) -> Config:
     "The settings as they are."
     return config
 
-
+# %% ../../nbs/baselines/00_method.ipynb #f1b9f0c8
 @dataclass(frozen=True)
 class Method:
     "How one system makes a model out of clients' work. Here one that asks no client."
@@ -52,6 +52,19 @@ class Method:
         "The clients' part: what reaches the server."
         return []
 
+    @property
+    def can_promise(self) -> bool:
+        "Whether what clients send can have a guarantee of differential privacy."
+        return True
+
+    def check(self, config: Config) -> None:
+        "Raises `ValueError` for settings with a guarantee that this method cannot give."
+        if config.privacy.wanted and not self.can_promise:
+            raise ValueError(
+                f"privacy.epsilon is {config.privacy.epsilon:g}, but {self.name} has no guarantee: "
+                "leave the method out, or privacy.epsilon."
+            )
+
     def shown(self, received: list) -> list:
         "What the server's function gets to see of it."
         return received
@@ -60,7 +73,7 @@ class Method:
         "What left all clients together, in bytes."
         return 0
 
-# %% ../../nbs/baselines/00_method.ipynb #8dda4e16
+# %% ../../nbs/baselines/00_method.ipynb #ad0c86b1
 @dataclass(frozen=True)
 class AllData(Method):
     "The server trains on all private data: it plays every client."
@@ -68,6 +81,8 @@ class AllData(Method):
     def receive(self, public: Public, domains: list[Domain], folder: str | Path) -> list[Client]:
         "The clients: their data, and the steps that a client takes alone, when they are asked for."
         return [Client(public, domain, Path(folder, domain.name)) for domain in domains]
+
+    can_promise = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +100,9 @@ class Rounds(Method):
         "What the participants counted."
         return sum(participant.bytes for participant in received)
 
-# %% ../../nbs/baselines/00_method.ipynb #ff476981
+    can_promise = False
+
+# %% ../../nbs/baselines/00_method.ipynb #1d8e7168
 PARTS = dict(adapter=ADAPTER_FILES, routing=(ROUTING,), proxies=(PROXIES,))
 
 
@@ -99,6 +116,11 @@ class OneShot(Method):
     def __post_init__(self):
         if unknown := set(self.sends) - set(PARTS):
             raise ValueError(f"a bundle has no part {min(unknown)!r}, only {', '.join(PARTS)}.")
+
+    @property
+    def can_promise(self) -> bool:
+        "Only a client whose steps are the usual ones keeps a guarantee."
+        return self.client is Client
 
     def receive(self, public: Public, domains: list[Domain], folder: str | Path) -> list[Bundle]:
         "Every client's bundle, read as a server reads it."
@@ -132,7 +154,7 @@ def bytes_sent(self: OneShot, received: list[Bundle]) -> int:
     names = [name for part in self.sends for name in PARTS[part]]
     return sum(bundle.manifest.files[name].bytes for bundle in received for name in names)
 
-# %% ../../nbs/baselines/00_method.ipynb #57709757
+# %% ../../nbs/baselines/00_method.ipynb #bf50955a
 @patch
 def run(
     self: Method,
@@ -143,6 +165,7 @@ def run(
     """A whole method, all clients and the server played by one machine. Raises `ValueError` for
     names that clients cannot have."""
     check_names(domain.name for domain in domains)  # before the first of them trains for hours
+    self.check(public.config)
     own = public.with_config(self.adjust(public.config))
     received = self.receive(own, domains, folder)
     return self.serve(self.shown(received), own), self.bytes_sent(received)

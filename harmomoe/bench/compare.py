@@ -76,7 +76,7 @@ def _inputs(row: Row, source: Source, split: str) -> dict:
     return dict(
         method=row.method,
         expert=row.expert,
-        config=asdict(row.config),
+        config=row.config.told,
         seed=source.seed().identity,
         split=split,
         pool=fingerprint(benchmark.pool.train),
@@ -171,6 +171,7 @@ def _client_tasks(rows: list[Row], source: Source, folder: Path) -> list[tuple]:
 def check_row(row: Row, source: Source) -> None:
     "Raises `ValueError` for a row that cannot be run."
     benchmark, method = source.benchmark(row.config.random_state), find_method(row.method)
+    method.check(row.config)
     check_settings(method.adjust(row.config), benchmark)
     known = [client.name for client in benchmark.clients]
     if row.expert is not None and row.expert not in known:

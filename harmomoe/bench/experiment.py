@@ -25,11 +25,14 @@ from ..baselines.method import harmomoe
 from ..baselines.methods import METHODS
 from .compare import Row, check_row, public_of, run_row, run_rows
 from ..client.client import Client
+from ..config.accounting import check_installed
 from harmomoe.config.settings import (
+    EPSILON,
     RANDOM_STATES,
     Config,
     changed,
     check_settings,
+    guaranteed,
     preset,
     read_settings,
 )
@@ -168,8 +171,10 @@ def read_config(
     # as for `choose_router`: clients then send what the router to compare with needs, too; None is
     # the preset's alone
     router: str | None = None,
+    epsilon: float | None = None,  # of a guarantee, as for `guaranteed`; None is without
 ) -> tuple[Config, Reading]:
-    "Settings from a notebook's parameters. Raises `ValueError` naming what is wrong."
+    """Settings from a notebook's parameters. Raises `ValueError` naming what is wrong, and
+    `ImportError` for a guarantee without the extra `privacy`."""
     given, reading = {}, {}
     for key, value in read_settings(settings).items():
         stage, _, field = str(key).partition(".")
@@ -181,10 +186,12 @@ def read_config(
             reading[field] = value
     if quick == 1:
         raise ValueError("quick is 1, but proxies that differ need at least 2 samples; 0 is all.")
-    config = choose_router(preset(name), router or "preset")
+    config = guaranteed(choose_router(preset(name), router or "preset"), epsilon)
     small = _small(config, quick) if quick else {}
     config = changed(config, small | {"random_state": random_state} | given)
     config = config if router is None else _with_other(config)
+    if config.privacy.wanted:
+        check_installed("opacus", "dp_accounting")
     return config, parse(_Stages, {"reading": reading}, "settings").reading
 
 # %% ../../nbs/bench/03_experiment.ipynb #1d023cf8
@@ -242,24 +249,25 @@ def open_experiment(
     methods: str = "",  # systems to compare with, separated by commas
     device: str = "cpu",  # torch device
     engine: str = "local",  # as in `read_engine`
+    epsilon: Annotated[float | None, EPSILON] = None,  # as in `read_config`
     # for a try: at most so many samples of each split, two epochs, fewer proxies; 0 is all
     quick: Annotated[int, Within(0, 10**9)] = 0,
     threads: Annotated[int | None, Within(1, MOST)] = None,  # of the CPU; None: torch's own
 ) -> Experiment:
     "Open seed, data and settings. Raises `ValueError`, or as `open_seed` and `open_benchmark`."
     checked(open_experiment, locals())
-    names = tuple(name.strip() for name in methods.split(",") if name.strip())
+    names = tuple(filter(None, map(str.strip, methods.split(","))))
     _check_place(names, device, out)
-    own_data, own_preset = _defaults(backbone, texts)
-    config, reading = read_config(preset or own_preset, settings, random_state, quick, router)
     _prepare(device, threads)
-    limit = quick or reading.limit
-    source = Source(backbone, weights, data or own_data, clients, pool, limit, device, reading)
+    own_data, own_preset = _defaults(backbone, texts)
+    asked = settings, random_state, quick, router, epsilon
+    config, reading = read_config(preset or own_preset, *asked)
+    place = data or own_data, clients, pool, quick or reading.limit
+    source = Source(backbone, weights, *place, device, reading)
     made = Experiment(source, config, "", names, read_engine(engine))
-    seed = source.seed()  # first: data may be a long download
     _check(made, texts, notebook)
-    label = [notebook, seed.name, made.benchmark.name, str(config.random_state)]
-    label += [f"quick{quick}"] if quick else []
+    label = [notebook, source.seed().name, made.benchmark.name, str(config.random_state)]
+    label += [f"quick{quick}"] * bool(quick) + [f"epsilon{epsilon or 0:g}"] * bool(epsilon)
     made.folder = Path(out or Path("results", "-".join(label)))
     made.folder.mkdir(parents=True, exist_ok=True)
     return made
@@ -302,7 +310,7 @@ def _check_kinds(clients: list[Domain], texts: bool) -> None:
             "table holds both: name the clients of one kind."
         )
 
-# %% ../../nbs/bench/03_experiment.ipynb #70b59efd
+# %% ../../nbs/bench/03_experiment.ipynb #c7875a30
 def _check(experiment: Experiment, texts: bool, notebook: str) -> None:
     "Pool and clients hold what the notebook is for, and all rows can be run."
     seed, benchmark = experiment.source.seed(), experiment.benchmark
@@ -333,6 +341,9 @@ def _check(experiment: Experiment, texts: bool, notebook: str) -> None:
     check_settings(experiment.config, benchmark)
     for row in experiment.rows:
         check_row(row, experiment.source)
+    if experiment.config.privacy.wanted:
+        for client in experiment.clients.values():
+            client.budget  # what no noise can keep, and whether packages are missing
 
 # %% ../../nbs/bench/03_experiment.ipynb #0380372d
 @patch

@@ -7,7 +7,7 @@ Docs: https://harmomoe.github.io/harmomoe/bundle/files.html.md"""
 # %% auto #0
 __all__ = ['ADAPTER', 'PROXIES', 'ADAPTER_FILES', 'FILES', 'LARGEST', 'TIMES', 'write_bundle', 'Bundle', 'read_bundle']
 
-# %% ../../nbs/bundle/01_files.ipynb #4e1f39a8
+# %% ../../nbs/bundle/01_files.ipynb #a69066cd
 import itertools
 import os
 import shutil
@@ -37,7 +37,7 @@ from harmomoe.base.schema import (
     read_json,
     read_tensors,
 )
-from .manifest import AdapterConfig, Facts, Limits, Manifest
+from .manifest import AdapterConfig, Facts, Limits, Manifest, Promise
 from ..describe.proxies import ProxySet, check_pool, read_proxy_ids
 from ..describe.public import Public
 from ..describe.routing import FILE as ROUTING
@@ -46,7 +46,7 @@ from ..models.model import Model
 from ..models.seed import Seed
 from ..moe.context import vector_size
 
-# %% ../../nbs/bundle/01_files.ipynb #af0f6a68
+# %% ../../nbs/bundle/01_files.ipynb #99012285
 ADAPTER, PROXIES = "adapter", "proxies.parquet"
 ADAPTER_FILES = f"{ADAPTER}/adapter_config.json", f"{ADAPTER}/adapter_model.safetensors"
 FILES = *ADAPTER_FILES, ROUTING, PROXIES
@@ -61,6 +61,7 @@ def write_bundle(
     public: Public,  # what everybody has
     samples: int,  # number of private samples
     invitation: str | None = None,  # digest of the invitation that it answers
+    promise: Promise | None = None,  # what is guaranteed of each private sample
     **settings,  # what is to be said besides the settings of `public` (JSON values)
 ) -> Path:  # the folder
     """Write what a client sends, atomically: exactly `FILES` and a manifest. Raises `ValueError`
@@ -69,7 +70,7 @@ def write_bundle(
     made_from = dict(
         seed=public.seed.identity,
         pool=proxies.pool_fingerprint,
-        settings=asdict(public.config) | settings,
+        settings=public.config.told | settings,
     )
     if invitation is not None:
         made_from["invitation"] = invitation
@@ -80,6 +81,8 @@ def write_bundle(
         save_routing(routing, partial)
         proxies.send(partial)
         facts = dict(client=client, private_samples=samples, proxies=len(proxies))
+        if promise is not None:
+            facts["guarantee"] = asdict(promise)
         write_manifest(partial, "bundle", made_from, **facts)
     return Path(folder)
 

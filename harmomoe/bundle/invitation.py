@@ -47,7 +47,7 @@ class InvitedPool:
     samples: int  # of its train split
     fingerprint: str  # `Public.fingerprint`, over all samples in their order
 
-# %% ../../nbs/bundle/03_invitation.ipynb #ba867de4
+# %% ../../nbs/bundle/03_invitation.ipynb #2835b90b
 @dataclass(frozen=True)
 class Invitation:
     "What everybody starts from. Raises `ValueError` for a name, key or date that cannot be."
@@ -82,7 +82,7 @@ class Invitation:
     def as_json(self) -> dict:
         "JSON values, as in the file."
         deadline = self.deadline and self.deadline.astimezone(timezone.utc).isoformat()
-        said = asdict(self) | dict(deadline=deadline)
+        said = asdict(self) | dict(deadline=deadline, settings=self.settings.told)
         if self.limits.attention:  # as invitations are that do not know this limit
             del said["limits"]["attention"]
         return said
@@ -181,7 +181,34 @@ def check_open(
             f"{now.isoformat(timespec='seconds')}. Ask for a new one."
         )
 
-# %% ../../nbs/bundle/03_invitation.ipynb #78e94169
+# %% ../../nbs/bundle/03_invitation.ipynb #11646abe
+@patch
+def check_promise(
+    self: Invitation,
+    bundle: Bundle,  # as it was read
+) -> None:
+    """Raises `ValueError` for a bundle that guarantees less than the invitation asks for, or more
+    than its noise can keep. Raises `ImportError` if that needs the extra `privacy`."""
+    wanted, given = self.settings.privacy, bundle.manifest.facts.guarantee
+    if not wanted.wanted:
+        return
+    delta = wanted.delta or bundle.manifest.facts.private_samples**-1.1
+    enough = given and given.epsilon <= wanted.epsilon and given.delta <= delta * (1 + 1e-9)
+    if not (enough and given.secure >= wanted.secure):
+        which = "no guarantee"
+        if given:
+            how = "" if given.secure else ", by noise that can be drawn again"
+            which = f"epsilon {given.epsilon:g} at delta {given.delta:g}{how}"
+        raise ValueError(
+            f"{bundle.folder} has {which}, but this invitation, {self.name!r}, asks for epsilon "
+            f"{wanted.epsilon:g} at delta {delta:g}."
+        )
+    try:
+        given.check()
+    except ValueError as error:
+        raise ValueError(f"{bundle.folder}: {error}") from None
+
+# %% ../../nbs/bundle/03_invitation.ipynb #4c45040e
 @patch(as_prop=True)
 def forms(self: Invitation) -> tuple[str, ...]:
     "The forms of routing vectors that each client is to send."
@@ -194,8 +221,8 @@ def admit(
     bundle: Bundle,  # as it was read
 ) -> None:
     """Raises `ValueError` for a bundle that comes too late, answers another invitation or none,
-    has routing vectors of more or fewer forms than it asks for, is not signed where keys are
-    listed, or by somebody else."""
+    has routing vectors of more or fewer forms than it asks for, guarantees less, is not signed
+    where keys are listed, or by somebody else."""
     self.check_open()
     answered = bundle.manifest.inputs.invitation
     if answered != self.digest:
@@ -210,6 +237,7 @@ def admit(
             f"this invitation, {self.name!r}, asks for {', '.join(self.forms)}: send these and no "
             "others."
         )
+    self.check_promise(bundle)
     if not self.keys:
         return
     if bundle.client not in self.keys:

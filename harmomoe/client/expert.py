@@ -21,7 +21,7 @@ from ..config.settings import ExpertSettings
 from ..models.seed import Seed
 from ..models.training import Checkpoint, check_finite, train
 
-# %% ../../nbs/client/00_expert.ipynb #149ad99d
+# %% ../../nbs/client/00_expert.ipynb #ded6e56f
 def new_expert(
     seed: Seed,  # the shared seed; it is not changed
     settings: ExpertSettings,  # rank, scale and dropout

@@ -6,6 +6,8 @@ import pytest
 from watching import alike
 
 from harmomoe.baselines.method import PARTS, AllData, OneShot, Rounds, harmomoe
+from harmomoe.baselines.methods import METHODS
+from harmomoe.config.settings import changed
 from harmomoe.server.server import unify
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")
@@ -57,3 +59,15 @@ def test_names_that_clients_cannot_have_are_said_before_anybody_trains(kind, tin
         with pytest.raises(ValueError, match=f"{domain.name!r}"):
             kind("mine", None).run(tiny.public, [tiny.a, domain], tmp_path)
     assert not any(tmp_path.iterdir())
+
+
+def test_only_methods_that_keep_a_guarantee_may_give_one(tiny, tmp_path):
+    "Before any work."
+    pytest.importorskip("dp_accounting")
+    public = tiny.public.with_config(changed(tiny.settings, {"privacy.epsilon": 8}))
+    for name in ("unrestricted_moe", "comigs", "flexolmo", "expert_all_data"):
+        with pytest.raises(ValueError, match=f"privacy.epsilon is 8, but {name} has no guarantee"):
+            METHODS[name].run(public, tiny.clients, tmp_path)
+    assert not any(tmp_path.iterdir())
+    for name in ("harmomoe", "btm", "zeroshot", "proxies_only", "moa"):
+        METHODS[name].check(public.config)

@@ -18,6 +18,7 @@ from harmomoe.base.process import check_parameters
 from harmomoe.bench import experiment as module
 from harmomoe.bench.compare import run_rows
 from harmomoe.bench.experiment import Experiment, open_experiment, read_config
+from harmomoe.config import accounting
 from harmomoe.config.settings import changed, preset
 from harmomoe.config.source import Reading, Source
 from harmomoe.data.named import PAPER_ACCURACY
@@ -296,7 +297,7 @@ FIELDS = {
     "proxies.number=41": r"m = 41.*cannot exceed candidates.*n = 40",
     "proxies.number=1": "number is 1, but diversity needs at least 2",
     "proxies.selection=best": "proxies.selection is 'best'.*'dpp', 'similarity' or 'random'",
-    "relevance.method=svm": "relevance.method is 'svm'.*'probe' or 'finetune'",
+    "relevance.method=svm": "relevance.method is 'svm'.*'probe', 'finetune' or 'lda'",
     "expert.optimizer=adam": "expert.optimizer is 'adam'.*'sgd' or 'adamw'",
     "expert.rank=0": "expert.rank is 0, but must be a whole number from 1 to 4,096",
     "expert.epochs=-1": "epochs is -1",
@@ -567,6 +568,7 @@ ODD = dict(
     methods=[5, True, None, "fedavg", "btm,fedavg", "btm;btx"],
     device=[5, True, None, "tpu", "cuda:99", "", "CPU", "cpu:x", "meta"],
     engine=[5, True, None, "", "remote", "processes", "processes:0", "processes:9999", "local:2"],
+    epsilon=["eight", True, 0, -1, 2000, 10**400],
     quick=["some", 2.5, True, None, -1, 1, 10**400],
     threads=["all", 2.5, True, 0, -1, 10**6],
 )
@@ -628,3 +630,18 @@ def test_parameters_are_checked_in_python_too(images, nothing_opened):
         [name] = wrong
         with pytest.raises(ValueError, match=f"^{name} is "):
             open_experiment("run_cv", False, **images | wrong)
+
+
+def test_a_guarantee_is_a_number_and_what_cannot_have_it_is_left_out_or_named():
+    pytest.importorskip("dp_accounting")
+    config, _ = read_config("embedded", "expert.epochs=3", 0, epsilon=8)
+    assert (config.privacy.epsilon, config.gate.epochs, config.expert.epochs) == (8.0, 0, 3)
+    assert config.router.form == "moments"
+    with pytest.raises(ValueError, match="gate.epochs is 3, and what experts learn together"):
+        read_config("embedded", "gate.epochs=3", 0, epsilon=8)
+
+
+def test_a_guarantee_without_its_packages_is_one_error_at_once(monkeypatch, nothing_opened):
+    monkeypatch.setattr(accounting, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'harmomoe\[privacy\]'"):
+        given_to("run_cv", epsilon=8)

@@ -49,7 +49,7 @@ def brackets(depth):
 
 
 WRONG = [
-    ({"relevance.method": "svm"}, "relevance.method is 'svm'.*'probe' or 'finetune'"),
+    ({"relevance.method": "svm"}, "relevance.method is 'svm'.*'probe', 'finetune' or 'lda'"),
     ({"proxies.selection": "best"}, "proxies.selection is 'best'.*'dpp', 'similarity' or 'rand"),
     ({"proxies.fill": "most"}, "proxies.fill is 'most'.*'dpp', 'relevance' or None"),
     (

@@ -1,0 +1,503 @@
+"""Noise and sensitivity of all that a private client computes, and what it promises."""
+
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+from helpers import kept
+from scipy.stats import binomtest, kstest
+
+pytest.importorskip("opacus")
+pytest.importorskip("dp_accounting")
+
+from opacus.grad_sample import GradSampleModuleFastGradientClipping
+
+from harmomoe.base.artefacts import read_manifest, stages_run
+from harmomoe.bundle.files import read_bundle
+from harmomoe.bundle.invitation import invite
+from harmomoe.bundle.manifest import PRIVATE_PARTS
+from harmomoe.client.client import Client
+from harmomoe.client.expert import load_adapter, new_expert
+from harmomoe.client.policy import PARTS, Guarantee, Policy, pack
+from harmomoe.client.privacy import (
+    Average,
+    Gradients,
+    Noise,
+    PrivateData,
+    noised_mean,
+    train_privately,
+)
+from harmomoe.config.accounting import Mechanism, total_epsilon
+from harmomoe.config.settings import Config, ExpertSettings, Privacy, changed, guaranteed, preset
+from harmomoe.data.domains import load_benchmark
+from harmomoe.data.samples import labelled, union_label_space
+from harmomoe.describe.lda import bounded_mean
+from harmomoe.models.weights import open_seed
+
+pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")
+SOURCES = pytest.mark.parametrize("random_state", [None, 5], ids=["system", "seeded"])
+ONE_STEP = ExpertSettings(rank=4, alpha=8, learning_rate=1.0, momentum=0.0, weight_decay=0.0)
+
+
+# ---- random numbers
+
+
+@SOURCES
+def test_numbers_are_uniform_and_normal(random_state):
+    source = Noise(random_state)
+    drawn = source.uniform(20_000)
+    assert 0 < drawn.min() and drawn.max() < 1
+    assert kstest(drawn, "uniform").pvalue > 1e-5
+    found = source.normal((100, 200))
+    assert found.shape == (100, 200) and found.dtype == torch.float64
+    assert kstest(found.flatten(), "norm").pvalue > 1e-5
+
+
+def test_the_system_never_repeats_itself_and_a_random_state_does():
+    assert not np.array_equal(Noise().uniform(9), Noise().uniform(9))
+    assert np.array_equal(Noise(3).uniform(9), Noise(3).uniform(9))
+    assert not np.array_equal(Noise(3).uniform(9), Noise(4).uniform(9))
+
+
+@SOURCES
+def test_batches_are_poisson(random_state):
+    "Each sample with the rate, whatever the others do: sizes vary as a binomial does."
+    source, rate, times = Noise(random_state), 0.2, 3000
+    taken = np.zeros((times, 30), bool)
+    for row in taken:
+        row[source.batch(30, rate)] = True
+    for counts, tries in ((taken.sum(), times * 30), (taken[:, 0].sum(), times)):
+        assert binomtest(int(counts), tries, rate).pvalue > 1e-5
+    both = int((taken[:, 0] & taken[:, 1]).sum())
+    assert binomtest(both, times, rate**2).pvalue > 1e-5
+    assert taken.sum(1).var() == pytest.approx(30 * rate * (1 - rate), rel=0.15)
+    assert list(source.batch(4, 1.0)) == [0, 1, 2, 3]
+
+
+# ---- means
+
+
+@SOURCES
+def test_a_mean_has_the_noise_that_it_says_and_no_bias(random_state):
+    u = torch.tensor(np.random.default_rng(0).normal(size=(50, 4)))
+    source, bound, noise = Noise(random_state), 1.5, 3.0
+    drawn = torch.stack([noised_mean(u, bound, noise, source) for _ in range(4000)])
+    scaled = (drawn - bounded_mean(u, bound)) / (noise * bound / 50)
+    assert kstest(scaled.flatten(), "norm").pvalue > 1e-5
+    assert torch.allclose(scaled.T.cov(), torch.eye(4).double(), atol=0.12)
+
+
+def test_an_average_without_noise_is_exact_and_remembers_its_bound():
+    u = torch.tensor(np.random.default_rng(0).normal(size=(50, 4)))
+    average = Average()
+    assert torch.equal(average(u, 1.5), bounded_mean(u, 1.5)) and average.bound == 1.5
+    noised = Average(2.0, Noise(1))
+    assert torch.equal(noised(u, 1.5), noised_mean(u, 1.5, 2.0, Noise(1))) and noised.bound == 1.5
+
+
+@pytest.mark.slow
+def test_who_is_in_cannot_be_told_better_than_promised():
+    """The best test there is between two neighbours, on many draws: its lower bound on epsilon
+    stays below what is promised, and shows that little less would be wrong."""
+    noise, bound, delta, times = 1.0, 2.0, 1e-2, 200_000
+    u = torch.zeros(10, 3).double()
+    u[0, 0] = 100.0  # whose part is the whole bound
+    source = Noise(7)
+    sides = []
+    for data in (u, torch.zeros_like(u)):
+        shape = (times, 3)
+        mean = bounded_mean(data, bound)
+        sides.append((mean + noise * bound * source.normal(shape) / 10)[:, 0])
+    found = []
+    for cut in torch.linspace(0, 0.6, 25):
+        right, wrong = ((side > cut).double().mean().item() for side in sides)
+        if wrong > 1e-3:
+            found.append(np.log(max(right - delta, 1e-9) / wrong))
+    promised = total_epsilon((Mechanism(noise),), delta)
+    assert 0.7 * promised < max(found) <= promised * 1.03
+
+
+# ---- gradients of single samples
+
+
+class Case:
+    "An expert, its loss and some samples."
+
+    def __init__(self, seed, domain, pool, both=True):
+        self.seed, self.space = seed, union_label_space(domain.classes, pool.classes)
+        self.loader = seed.batches(labelled(domain.train), self.space, random_state=0)
+        self.task, self.number = seed.task(self.space), len(domain.train)
+        self.expert = new_expert(seed, ONE_STEP, 0).train()
+        with torch.no_grad():  # a first factor gets no gradient while the second is 0
+            for name, p in self.expert.named_parameters():
+                if "lora_B" in name:
+                    p.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
+        self.parameters = [p for p in self.expert.parameters() if p.requires_grad]
+
+    def batch(self, rows):
+        return self.loader.collate_fn([self.loader.dataset[int(row)] for row in rows])
+
+    def by_hand(self, row):
+        "The gradient of one sample, by a batch of one."
+        self.expert.zero_grad()
+        self.task.loss(self.expert, self.batch([row])).backward()
+        return [p.grad.clone() for p in self.parameters]
+
+
+@pytest.fixture(params=["images", "texts"])
+def case(request, tiny):
+    if request.param == "images":
+        return Case(tiny.seed, tiny.a, tiny.pool)
+    seed = open_seed(str(request.getfixturevalue("tiny_decoder")))
+    benchmark = load_benchmark(request.getfixturevalue("tiny_texts"), "colours,animals", "sayings")
+    return Case(seed, benchmark.clients[0], benchmark.pool)
+
+
+def test_hooks_give_the_gradients_of_batches_of_one(case):
+    wanted = [case.by_hand(row) for row in range(6)]
+    gradients = Gradients(case.expert, case.task.loss)
+    found, norms, _ = gradients.each(case.batch(range(6)), 6)
+    gradients.close()
+    for row in range(6):
+        for one, mine in zip(wanted[row], found):
+            assert torch.allclose(mine[row], one, rtol=1e-3, atol=1e-4 * one.abs().max() + 1e-8)
+        norm = torch.cat([one.flatten() for one in wanted[row]]).norm()
+        assert norms[row].item() == pytest.approx(norm.item(), rel=1e-3)
+
+
+def test_ghost_norms_are_those_of_hooks(case):
+    "Opacus computes norms in a second way, without gradients of single samples."
+    gradients = Gradients(case.expert, case.task.loss)
+    _, norms, _ = gradients.each(case.batch(range(6)), 6)
+    gradients.close()
+    ghost = GradSampleModuleFastGradientClipping(
+        case.expert, max_grad_norm=1.0, use_ghost_clipping=True, strict=False
+    )
+    case.task.loss(ghost, case.batch(range(6))).backward()
+    found = ghost.get_norm_sample()
+    ghost.remove_hooks()
+    assert torch.allclose(found, norms, rtol=1e-3)
+
+
+def test_a_sum_does_not_depend_on_chunks_and_no_sample_moves_it_by_more_than_the_bound(case):
+    bound, rows = 0.5, np.arange(7)
+    gradients = Gradients(case.expert, case.task.loss, chunk=3)
+    flat = lambda rows: torch.cat(
+        [x.flatten() for x in gradients.cut_sum(case.loader, rows, bound)[0]]
+    )
+    whole = flat(rows)
+    gradients.chunk = 7
+    assert torch.allclose(flat(rows), whole, rtol=1e-3, atol=1e-5)
+    moved = [(flat(np.delete(rows, row)) - whole).norm().item() for row in rows]
+    assert max(moved) <= bound * 1.001 and max(moved) > 0.9 * bound
+    assert not flat(rows[:0]).any()  # an empty batch
+    gradients.close()
+
+
+def test_what_hooks_leave_behind_is_nothing(case):
+    gradients = Gradients(case.expert, case.task.loss)
+    gradients.each(case.batch(range(2)), 2)
+    gradients.close()
+    case.task.loss(case.expert, case.batch(range(3))).backward()
+    assert all(getattr(p, "grad_sample", None) is None for p in case.parameters)
+
+
+# ---- steps
+
+
+def step_once(tiny, mechanism, random_state=1, learn_public=True, clip=1e6, both=True):
+    "What one step of plain gradient descent adds to the factors."
+    data = PrivateData(
+        tiny.a.train, tiny.b.train, mechanism, Noise(random_state), learn_public, clip, both
+    )
+    space = union_label_space(tiny.a.classes, tiny.b.classes, tiny.pool.classes)
+    start = new_expert(tiny.seed, ONE_STEP, 0)
+    expert, losses, bound = train_privately(tiny.seed, data, space, ONE_STEP)
+    pairs = zip(expert.named_parameters(), start.named_parameters())
+    return {n: (p - q).detach() for (n, p), (_, q) in pairs if "lora_" in n}, losses, bound
+
+
+def test_without_cutting_and_noise_a_step_is_the_ordinary_one(tiny):
+    "All samples, private and public, in one batch; the mean of their losses."
+    space = union_label_space(tiny.a.classes, tiny.b.classes, tiny.pool.classes)
+    expert = new_expert(tiny.seed, ONE_STEP, 0)
+    losses = []
+    for part in (tiny.a.train, tiny.b.train):
+        loader = tiny.seed.batches(labelled(part), space, 100, 0)
+        [batch] = loader
+        losses.append(len(part) * tiny.seed.task(space).loss(expert, batch))
+    (sum(losses) / 54).backward()
+    found, [loss], _ = step_once(tiny, Mechanism(1e-3), clip=1e3)
+    for name, p in expert.named_parameters():
+        if "lora_" in name:
+            # noise of 1e-3 norms of 1e3, over 54 samples
+            assert (found[name] + p.grad).abs().max() < 6 / 54
+    assert loss == pytest.approx(sum(losses).item() / 54, rel=1e-4)
+
+
+def test_a_step_has_the_noise_that_it_says(tiny):
+    noise, clip = 50.0, 0.01
+    steps = [step_once(tiny, Mechanism(noise), state, clip=clip)[0] for state in (1, 2)]
+    apart = torch.cat([(steps[0][n] - steps[1][n]).flatten() for n in steps[0]]).double()
+    wanted = noise * clip / 54 * 2**0.5
+    assert apart.std().item() == pytest.approx(wanted, rel=0.05)
+    assert kstest(apart / wanted, "norm").pvalue > 1e-5
+
+
+def test_a_step_is_divided_by_the_number_that_was_expected(tiny):
+    "Half of the samples: twice the noise, whoever was in the batch."
+    spread = []
+    for rate in (1.0, 0.5):
+        steps = [step_once(tiny, Mechanism(1e3, rate), s, clip=1e-4)[0] for s in (1, 2)]
+        spread.append(torch.cat([(steps[0][n] - steps[1][n]).flatten() for n in steps[0]]).std())
+    assert (spread[1] / spread[0]).item() == pytest.approx(2.0, rel=0.08)
+
+
+def test_no_private_sample_moves_a_step_by_more_than_the_bound(tiny):
+    clip, given = 0.05, dict(mechanism=Mechanism(1e-3), clip=0.05, learn_public=False)
+    flat = lambda found: torch.cat([x.flatten() for x in found.values()])
+    whole = flat(step_once(tiny, **given)[0])
+    for row in (0, 11, 29):
+        rows = [i for i in range(30) if i != row]
+        fewer = replace(tiny.a, train=tiny.a.train.select(rows))
+        other = type(tiny)(**{**vars(tiny), "a": fewer})
+        # emptied, the sample would still count: the mean is over 30
+        moved = 30 * (flat(step_once(other, **given)[0]) * 29 / 30 - whole).norm()
+        # the same noise is in both
+        assert moved <= clip * 1.01
+
+
+def test_adapters_move_and_first_factors_only_if_they_may(tiny):
+    for both in (False, True):
+        mechanism = Mechanism(0.5, 0.5, 4)
+        found, losses, bound = step_once(tiny, mechanism, clip=None, both=both)
+        assert len(losses) == 2 and bound > 0
+        for name, moved in found.items():
+            assert moved.any() == (both or "lora_B" in name), name
+
+
+def test_where_no_gradient_comes_noise_does_not_stand_in(tiny, monkeypatch):
+    loss = type(tiny.seed.task(["a"])).loss
+    path = tiny.seed.layers[0]
+
+    def cut_off(task, backbone, batch):
+        block = backbone.base_model.model.get_submodule(path)
+        handle = block.register_forward_hook(lambda module, inputs, output: output.detach())
+        try:
+            return loss(task, backbone, batch)
+        finally:
+            handle.remove()
+
+    monkeypatch.setattr(type(tiny.seed.task(["a"])), "loss", cut_off)
+    with pytest.raises(RuntimeError, match="no gradient reaches 2 adapters, for example .*lora_B"):
+        step_once(tiny, Mechanism(1.0))
+
+
+# ---- a whole client
+
+CHANGES = {"privacy.epsilon": 8, "privacy.components": 4}
+
+
+@pytest.fixture(scope="module")
+def private(tiny, tmp_path_factory):
+    "A client that gives a guarantee, and its bundle."
+    public = tiny.public.with_config(changed(tiny.settings, CHANGES))
+    client = Client(public, tiny.a, tmp_path_factory.mktemp("private") / "a")
+    return client, read_bundle(client.bundle(), public)
+
+
+def test_a_bundle_says_what_it_promises_and_by_what(private):
+    client, bundle = private
+    given = bundle.manifest.facts.guarantee
+    assert 7.9 < given.epsilon <= 8 and given.delta == pytest.approx(30**-1.1)
+    assert given.secure and given.unit == "sample" and given.accountant.startswith("dp-accounting ")
+    assert given.parts.keys() == {*PRIVATE_PARTS}
+    in_order = [given.parts[part] for part in PRIVATE_PARTS]
+    sums = tuple(Mechanism(p.noise, p.rate, p.sums) for p in in_order)
+    assert total_epsilon(sums, given.delta) == given.epsilon
+    given.check()
+    adapter = given.parts["adapter"]
+    assert (adapter.rate, adapter.sums) == (16 / 42, 6) and adapter.noise * 4 == sums[0].noise
+    for part, folder in dict(relevance="relevance", routing="routing", adapter="expert").items():
+        [made] = kept(client.folder, folder)
+        assert read_manifest(made)["facts"]["bound"] == given.parts[part].bound
+
+
+def test_what_was_drawn_is_kept(private):
+    client, bundle = private
+    with stages_run() as ran:
+        client.bundle()
+    assert ran == []
+
+
+def test_another_draw_differs_everywhere_and_a_random_state_repeats_it(private, tiny, tmp_path):
+    def made(folder, **changes):
+        public = tiny.public.with_config(changed(tiny.settings, CHANGES | changes))
+        return read_bundle(Client(public, tiny.a, tmp_path / folder).bundle(), public)
+
+    seeded = [made(f, **{"privacy.secure": False}) for f in ("one", "two")]
+    assert seeded[0].digest == seeded[1].digest
+    assert not seeded[0].manifest.facts.guarantee.secure
+    others = private[1], made("three"), seeded[0]
+    for one, other in ((0, 1), (0, 2)):
+        [a], [b] = (others[i].routing.values() for i in (one, other))
+        assert not torch.equal(a.vectors, b.vectors)
+        pairs = zip(others[one].factors.values(), others[other].factors.values())
+        assert all(not torch.equal(x[1], y[1]) for x, y in pairs)
+
+
+def test_first_factors_say_nothing(private, tiny):
+    client, bundle = private
+    start = new_expert(tiny.seed, tiny.settings.expert, tiny.settings.random_state)
+    first = [p for name, p in start.named_parameters() if "lora_A" in name]
+    found = [a for a, _ in bundle.factors.values()]
+    assert all(any(torch.equal(a, p) for p in first) for a in found)
+
+
+def test_a_closed_form_without_noise_has_no_promise(tiny, tmp_path):
+    changes = {"relevance.method": "lda", "routing.method": "lda", "router.form": "moments"}
+    public = tiny.public.with_config(changed(tiny.settings, changes))
+    client = Client(public, tiny.a, tmp_path / "a")
+    bundle = read_bundle(client.bundle(), public)
+    assert bundle.manifest.facts.guarantee is None and client.budget is None
+    assert [*bundle.routing] == ["moments"] and client.relevance.facts["method"] == "lda"
+
+
+def test_an_expert_of_proxies_alone_is_trained_without_noise(tiny, tmp_path):
+    changes = CHANGES | {"expert.private": False}
+    public = tiny.public.with_config(changed(tiny.settings, changes))
+    bundle = read_bundle(Client(public, tiny.a, tmp_path / "a").bundle(), public)
+    assert bundle.manifest.facts.guarantee.parts.keys() == {"relevance", "routing"}
+
+
+def test_texts_have_it_too(tiny_texts, tiny_decoder, tiny_settings, tmp_path):
+    from harmomoe.describe.public import Public
+
+    benchmark = load_benchmark(tiny_texts, "colours,animals", "sayings")
+    changes = CHANGES | {"router.context": "prefix", "router.form": "logistic"}
+    config = changed(tiny_settings, changes | {"routing.forms": "mean"})
+    public = Public(open_seed(str(tiny_decoder)), benchmark.pool, config, tmp_path / "public")
+    client = Client(public, benchmark.clients[0], tmp_path / "colours")
+    bundle = read_bundle(client.bundle(), public)
+    assert [*bundle.routing] == ["mean", "logistic"]
+    assert bundle.manifest.facts.guarantee.epsilon <= 8
+    moved = load_adapter(public.seed, client.expert).named_parameters()
+    assert all(p.any() for name, p in moved if "lora_B" in name)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"gate.epochs": 1}, "gate.epochs is 1, .* set it to 0"),
+        ({"relevance.method": "finetune"}, "relevance.method is 'finetune', .* choose 'lda'"),
+        ({"expert.precision": "bf16"}, "expert.precision is 'bf16'"),
+    ],
+)
+def test_settings_that_have_no_guarantee_are_refused(changes, words):
+    with pytest.raises(ValueError, match=f"settings: privacy.epsilon is 8, but {words}"):
+        changed(Config(), {"privacy.epsilon": 8} | changes)
+
+
+def test_evidence_has_no_closed_form():
+    for changes in ({"privacy.epsilon": 8}, {"routing.method": "lda"}):
+        for form in ({"router.form": "evidence"}, {"routing.forms": "evidence"}):
+            with pytest.raises(ValueError, match="'evidence', which has no closed form"):
+                changed(Config(), changes | form)
+
+
+def test_presets_can_be_guaranteed():
+    for name in ("paper", "gated", "text", "embedded", "ratios", "embedded-text"):
+        config = guaranteed(preset(name), 3)
+        assert config.privacy.epsilon == 3 and config.gate.epochs == 0
+    assert guaranteed(preset("gated"), None) == preset("gated")
+
+
+def test_clients_of_another_kind_promise_nothing(tiny, tmp_path):
+    class Other(Client):
+        "Trains in its own way."
+
+    public = tiny.public.with_config(changed(tiny.settings, CHANGES))
+    with pytest.raises(ValueError, match="what a Other sends has no guarantee"):
+        Other(public, tiny.a, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_missing_package_is_said_before_any_work(tiny, tmp_path, monkeypatch):
+    from harmomoe.config import accounting
+
+    monkeypatch.setattr(accounting, "find_spec", lambda name: None)
+    public = tiny.public.with_config(changed(tiny.settings, CHANGES))
+    with pytest.raises(ImportError, match=r"harmomoe\[privacy\]"):
+        Client(public, tiny.a, tmp_path / "a")
+
+
+# ---- policy and invitation
+
+
+def asks(epsilon, delta=0.5):
+    return Policy(list(PARTS), Guarantee(epsilon, delta), 10)
+
+
+@pytest.mark.parametrize(
+    "policy, changes, words",
+    [
+        (asks(7.0), {}, "epsilon 7.99.*: lower privacy.epsilon"),
+        (asks(8.0, 1e-5), {}, "delta 0.024: lower privacy.delta"),
+        (asks(8.0), {"privacy.secure": False}, "can be drawn again: set privacy.secure"),
+        (asks(8.0), {"privacy.epsilon": None}, "none: set privacy.epsilon"),
+    ],
+)
+def test_a_policy_that_asks_for_more_packs_nothing(policy, changes, words, tiny, tmp_path):
+    public = tiny.public.with_config(changed(tiny.settings, CHANGES | changes))
+    client = Client(public, tiny.a, tmp_path / "a")
+    invitation = invite("colours", public, "tiny", "pool")
+    with pytest.raises(ValueError, match=words):
+        pack(client, policy, invitation)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_policy_that_asks_for_no_more_packs_and_the_invitation_takes_it(private, tiny, tmp_path):
+    client, _ = private
+    invitation = invite("colours", client.public, "tiny", "pool")
+    sent = read_bundle(pack(client, asks(8.0), invitation, tmp_path / "sent"), client.public)
+    invitation.admit(sent)
+    plain = read_bundle(
+        Client(tiny.public, tiny.a, tiny.work / "a").bundle(tmp_path / "plain", invitation.digest),
+        tiny.public,
+    )
+    with pytest.raises(ValueError, match="has no guarantee, but this invitation"):
+        invitation.admit(plain)
+    stricter = invite(
+        "colours",
+        client.public.with_config(changed(client.public.config, {"privacy.epsilon": 1})),
+        "tiny",
+        "pool",
+    )
+    with pytest.raises(ValueError, match="has epsilon 7.99.* asks for epsilon 1 "):
+        stricter.check_promise(sent)
+
+
+def test_a_promise_that_the_noise_does_not_keep_is_found(private):
+    client, bundle = private
+    given = bundle.manifest.facts.guarantee
+    parts = given.parts | dict(adapter=replace(given.parts["adapter"], noise=0.5))
+    lie = replace(given, parts=parts)
+    with pytest.raises(ValueError, match="is promised at delta .*, but the parts take"):
+        lie.check()
+    facts = replace(bundle.manifest.facts, guarantee=lie)
+    told = replace(bundle, manifest=replace(bundle.manifest, facts=facts))
+    with pytest.raises(ValueError, match="the parts take"):
+        invite("colours", client.public, "tiny", "pool").check_promise(told)
+    assert asdict(given) == asdict(bundle.manifest.facts.guarantee)
+
+
+def test_default_settings_are_told_as_before():
+    told = Config().told
+    assert "privacy" not in told and "method" not in told["routing"]
+    private = Config(privacy=Privacy(epsilon=8)).told
+    assert private["privacy"]["epsilon"] == 8.0
+    assert changed(Config(), told) == Config() and changed(Config(), private).privacy.wanted
