@@ -173,7 +173,7 @@ def test_wheel_says_what_settings_say(wheel):
     assert said["License-Expression"] == wanted["license"]
     required = [line for line in said.get_all("Requires-Dist") if "extra ==" not in line]
     assert sorted(required) == sorted(wanted["requirements"].split())
-    extras = ["notebooks", "harness", "gguf", "signing", "privacy", "dev"]
+    extras = ["notebooks", "harness", "gguf", "onnx", "privacy", "ray", "signing", "dev"]
     assert said.get_all("Provides-Extra") == extras
 
 
@@ -289,6 +289,10 @@ def test_module_needs_only_what_is_required(module):
         keys.append("signing_requirements")
     if identifier(module) in ("client/privacy", "config/accounting"):
         keys.append("privacy_requirements")
+    if identifier(module) == "exchange/onnx":
+        keys.append("onnx_requirements")
+    if identifier(module) == "base/engine":
+        keys.append("ray_requirements")
     if identifier(module) == "bench/report":
         keys.append("notebooks_requirements")
     assert third_party_imports(module.read_text(encoding="utf-8")) <= required(*keys)

@@ -129,7 +129,7 @@ class Ray(Engine):
     """A Ray cluster. With the address "" it is the one that `RAY_ADDRESS` names or that runs on
     this machine, or else one of this machine that is started here, as "local" always does."""
 
-    address: str = ""
+    address: str = ""  # as `ray.init` takes it
 
     def run(self, tasks: list[tuple], label: str, gpus: float = 0) -> list:
         """As every engine. Raises `ConnectionError` if there is nobody at the address, and

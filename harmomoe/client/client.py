@@ -228,7 +228,6 @@ def first_expert(self: Client) -> Path:
         random_state=public.config.random_state,
     )
     inputs |= dict(attention=[*self.attention]) if self.attention else {}
-
     mechanism = self.budget and self.budget.adapter
     if mechanism:
         inputs |= _noised(self, "adapter")
