@@ -136,7 +136,9 @@ def _check_asked(promise: Promise | None, settings: dict) -> None:
     "ValueError unless a promise is what the client's own settings ask for."
     field = lambda stage, name: dict(settings.get(stage) or {}).get(name)
     try:
-        asked, learns = field("privacy", "epsilon"), field("expert", "private") is not False
+        asked = field("privacy", "epsilon")
+        # without a promise it may have been trained elsewhere, and has no settings
+        learns = promise and field("expert", "private") is not False
         learns = learns and field("expert", "epochs") != 0
         kept = (asked is None) == (promise is None) and (not promise or promise.epsilon <= asked)
     except (TypeError, ValueError):

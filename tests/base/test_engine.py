@@ -22,6 +22,7 @@ def cluster():
         return
     os.environ["RAY_worker_niceness"] = "0"  # as in `_connected`
     how = dict(include_dashboard=False, log_to_driver=False, object_store_memory=1 << 27)
+    ray.shutdown()  # of other tests
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker could import it
     ray.init("local", num_cpus=2, **how)
     yield
