@@ -8,11 +8,12 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 from pictures import noise, pictures
 from PIL import Image
 from safetensors.torch import load_file
+from torch import nn
 
 from harmomoe.base.artefacts import digest_weights
 from harmomoe.base.process import seeded
 from harmomoe.data.samples import labelled
-from harmomoe.models.clip import CONFIG, KEPT, VOCABULARY, WEIGHTS, ImageSeed
+from harmomoe.models.clip import CONFIG, KEPT, VOCABULARY, WEIGHTS, ImageSeed, SelfAttention
 from harmomoe.moe.ffn import CLIP_FFN, TIMM_FFN
 
 
@@ -27,6 +28,46 @@ def of_tower(tiny_seed, tiny_config):
         return ImageSeed(clip, tiny_seed.tokenizer, config | others, "other")
 
     return build
+
+
+# ---- attention
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("gradient", [True, False])
+def test_attention_is_pytorchs(heads, bias, gradient):
+    theirs = nn.MultiheadAttention(12, heads, bias=bias, batch_first=True).double().eval()
+    ours = SelfAttention(12, heads, bias=bias, batch_first=True).double().eval()
+    ours.load_state_dict(theirs.state_dict())
+    tokens = torch.randn(2, 5, 12, dtype=torch.float64)
+    with torch.set_grad_enabled(gradient):
+        found, weights = ours(tokens, tokens, tokens, need_weights=False)
+        wanted, _ = theirs(tokens, tokens, tokens, need_weights=False)
+    assert weights is None and torch.allclose(found, wanted, rtol=1e-12)
+
+
+def test_gradient_through_frozen_attention_is_pytorchs():
+    theirs = nn.MultiheadAttention(12, 3, batch_first=True).double().requires_grad_(False)
+    ours = SelfAttention(12, 3, batch_first=True).double().requires_grad_(False)
+    ours.load_state_dict(theirs.state_dict())
+    tokens = torch.randn(2, 5, 12, dtype=torch.float64, requires_grad=True)
+    found, wanted = (
+        torch.autograd.grad(module(tokens, tokens, tokens)[0].square().sum(), tokens)[0]
+        for module in (ours, theirs)
+    )
+    assert torch.allclose(found, wanted, rtol=1e-12)
+
+
+def test_tower_is_that_of_open_clip(tiny_seed, tiny_config):
+    with seeded(0):
+        clip = open_clip.CLIP(**tiny_config).eval()
+    images = torch.randn(3, 3, *clip.visual.image_size)
+    wanted = clip.visual(images)
+    seed = ImageSeed(clip, tiny_seed.tokenizer, tiny_config, "same")
+    kinds = {type(m) for m in seed.backbone.modules() if isinstance(m, nn.MultiheadAttention)}
+    assert kinds == {SelfAttention}
+    assert torch.allclose(seed.backbone(images), wanted, atol=1e-6)
 
 
 # ---- where the FFNs are
