@@ -127,6 +127,24 @@ def test_nothing_is_sent_unless_asked(world, play, tiny_folder, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"a"}
 
 
+def test_a_client_audits_itself_before_it_sends(world, play, tiny_folder, tmp_path):
+    given = of(world, tiny_folder, "a") | dict(out=str(tmp_path / "a"), audit=14)
+    own, report = (play("client", **given)[key] for key in ("own", "report"))
+    left_out = (~own.inside).sum()
+    assert 0 < left_out < 14
+    assert report.bundle.manifest.facts.private_samples == len(own.domain.train)
+    table = own.table(report.bundle, report.public)
+    assert [*table.index[:2]] == ["adapter", "routing, mean"]
+    assert (table["ε, at least"] <= table["could be shown"]).all()
+
+
+def test_too_large_an_audit_is_said_before_anything_is_trained(world, play, tiny_folder, tmp_path):
+    given = of(world, tiny_folder, "a") | dict(out=str(tmp_path / "a"), audit=1000)
+    with pytest.raises(ValueError, match="audit is 1000, but with .* it must be 10 to"):
+        play("client", **given)
+    assert not (tmp_path / "a" / "private").exists()
+
+
 def test_somebody_leaves_and_the_model_is_one_that_it_never_joined(world, play, tmp_path):
     inbox = shutil.copytree(world / "inbox", tmp_path / "inbox")
     given = server_of(world, tmp_path / "left", bundles=str(inbox))

@@ -31,7 +31,7 @@ from ..data.samples import targets_in
 from .seed import Seed, Task
 from ..moe.ffn import CLIP_FFN, TIMM_FFN, find_ffns
 
-# %% ../../nbs/models/01_clip.ipynb #f0719295
+# %% ../../nbs/models/01_clip.ipynb #5f1094ff
 class SelfAttention(nn.MultiheadAttention):
     "PyTorch's attention of tokens `[B, T, d]` to each other, with the batch left first in memory."
 
@@ -47,7 +47,11 @@ class SelfAttention(nn.MultiheadAttention):
             return super().forward(query, key, value, **how)
         parts = F.linear(query, self.in_proj_weight, self.in_proj_bias)
         heads = parts.unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
-        found = F.scaled_dot_product_attention(*heads.unbind())
+        if query.device.type == "cpu":  # where the fused form is slower for so few tokens
+            q, k, v = heads.unbind()
+            found = (self.head_dim**-0.5 * q @ k.mT).softmax(-1) @ v
+        else:
+            found = F.scaled_dot_product_attention(*heads.unbind())
         return self.out_proj(found.transpose(1, 2).flatten(2)), None
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from harmomoe.audit.canaries import coins, mislabelled, with_canaries
+from harmomoe.audit.canaries import coins, leave_out, mislabelled, with_canaries
 from harmomoe.audit.measures import auc
 from harmomoe.audit.signals import (
     ADAPTER,
@@ -123,3 +123,27 @@ def test_canaries_have_wrong_labels_and_fair_coins(tiny_benchmark):
         with_canaries(data, planted, inside[1:])
     with pytest.raises(ValueError, match="two classes"):
         mislabelled(data.remove_columns("label").add_column("label", ["a"] * len(data)))
+
+
+def test_leaving_out_loses_nothing_but_what_is_out(tiny_benchmark):
+    domain = tiny_benchmark.clients[2]
+    own, again = leave_out(domain, 16, 3), leave_out(domain, 16, 3)
+    assert len(own.canaries) == len(own.inside) == 16
+    assert len(own.domain.train) == len(domain.train) - (~own.inside).sum()
+    known = lambda data: sorted(np.asarray(image).tobytes() for image in data["image"])
+    out = own.canaries.select(np.flatnonzero(~own.inside))
+    assert known(own.domain.train) != known(domain.train)
+    assert sorted(known(own.domain.train) + known(out)) == known(domain.train)
+    assert len(own.candidates) == len(domain.train)
+    assert np.array_equal(own.inside, again.inside)
+    assert known(own.canaries) == known(again.canaries)
+    assert own.domain.test is domain.test
+
+
+def test_own_audit_sees_who_was_in(tiny_public, tiny_benchmark, tmp_path):
+    own = leave_out(tiny_benchmark.clients[2], 16)
+    bundle = read_bundle(Client(tiny_public, own.domain, tmp_path).bundle(), tiny_public)
+    table = own.table(bundle, tiny_public)
+    assert table.loc["routing, mean", "AUC"].startswith("1.000")
+    assert table.loc["routing, mean", "ε, at least"] > 0.5
+    assert (table["ε, at least"] <= table["could be shown"]).all()
