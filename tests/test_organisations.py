@@ -20,7 +20,7 @@ NOTEBOOKS = Path(__file__).resolve().parent.parent / "nbs"
 SETTINGS = (
     "proxies.candidates=40, proxies.number=12, routing.public_samples=40, expert.rank=4, "
     "expert.epochs=2, expert.batch_size=16, gate.epochs=1, gate.batch_size=16, "
-    "finetune.epochs=1, finetune.batch_size=16"
+    "finetune.epochs=1, finetune.batch_size=16, routing.forms=mean"
 )
 POLICY = "leave: [adapter, routing, proxies]\nguarantee: none\nprivate_samples: 10\n"
 

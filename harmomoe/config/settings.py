@@ -260,7 +260,7 @@ def _check_guarantee(config: Config) -> None:
 _ADAMW = dict(optimizer="adamw", weight_decay=0.0)
 _GATED = dict(
     gate=GateSettings(epochs=3),
-    routing=RoutingSettings(2000, forms="mean"),
+    routing=RoutingSettings(2000),
     router=RouterSettings(top_k=2, norm_topk_prob=True, form="evidence", seed_logit=-4.0),
 )
 _FADING = dict(form="logistic", context="prefix", horizon=32.0, seed_logit=-0.5, lam=1.0)
@@ -279,11 +279,11 @@ _SMALL = dict(
 _PRESETS = dict(
     paper=Config(),
     gated=Config(**_GATED),
-    text=Config(**_TEXT, routing=RoutingSettings(2000, forms="mean"), router=_PREFIX),
+    text=Config(**_TEXT, routing=RoutingSettings(2000), router=_PREFIX),
     embedded=Config(**_SMALL, **_GATED),
     ratios=Config(
         **_SMALL,
-        routing=RoutingSettings(2000, forms="mean"),
+        routing=RoutingSettings(2000),
         router=RouterSettings(top_k=2, seed_expert=False, lam=1.0, form="moments"),
     ),
 )
@@ -294,7 +294,7 @@ _PRESETS |= {
         expert=ExpertSettings(
             epochs=2, batch_size=8, learning_rate=2e-3, warmup_steps=20, **_ADAMW
         ),
-        routing=RoutingSettings(500, forms="mean"),
+        routing=RoutingSettings(500),
         router=_PREFIX,
         finetune=Training(epochs=0, batch_size=16, learning_rate=1e-4, **_ADAMW),
     ),

@@ -95,11 +95,10 @@ def test_a_router_by_name_comes_before_its_fields_and_both_forms_are_sent(name, 
         ratio = "logistic"
     assert config.routing.sent(config.router) == ("mean", ratio)
     assert plain == changed(preset(name), {"router.lam": 0.25})
-    # nothing else is touched, and a preset that names both forms not at all
+    # nothing else is touched
     same = replace(config, router=plain.router, routing=plain.routing)
     assert same == plain and config.routing.public_samples == plain.routing.public_samples
-    if router == "preset" and name in ("gated", "embedded", "ratios"):
-        assert config == plain
+    assert plain.routing.sent(plain.router) == (preset(name).router.sent_form,)
 
 
 def test_forms_that_are_asked_for_are_sent_beside_those_of_both_routers():
@@ -107,6 +106,8 @@ def test_forms_that_are_asked_for_are_sent_beside_those_of_both_routers():
     assert config.routing.sent(config.router) == ("mean", "logistic", "moments")
     config, _ = read_config("embedded", "router.form=logistic", 0, router="preset")
     assert config.routing.sent(config.router) == ("mean", "logistic")
+    config, _ = read_config("embedded", "", 0)
+    assert config.routing.sent(config.router) == ("evidence",)
 
 
 @pytest.mark.parametrize("name", ["mine.yaml", "mine.yml"])
