@@ -9,16 +9,18 @@ __all__ = ['UPDATES', 'FAST', 'METHODS', 'LAZY_FROM', 'unit_rows', 'as_float64',
            'greedy_loop', 'naive_update', 'kernel_update', 'feature_update', 'greedy_map', 'residual_floor',
            'greedy_map_partitioned']
 
-# %% ../../nbs/describe/02_dpp.ipynb #54c37f8f
+# %% ../../nbs/describe/02_dpp.ipynb #238bd8cc
 import itertools
 import math
 import operator
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from ..base.engine import Engine, Local
 from .greedy.blocks import block_greedy
 from .greedy.bounds import Rows, as_rows, choose, gain_of, lazy_greedy
 
@@ -268,12 +270,27 @@ def residual_floor(
     the stored features."""
     return max(math.sqrt(np.finfo(np.float64).eps), 8 * eps**2)
 
-# %% ../../nbs/describe/02_dpp.ipynb #342c3fc9
+# %% ../../nbs/describe/02_dpp.ipynb #9936e41c
+def _opened(rows):
+    "What a file holds, left on the disk; or the rows themselves."
+    return np.load(rows, mmap_mode="r") if isinstance(rows, (str, Path)) else rows
+
+
+def _best_of_part(
+    part, relevance, m: int, method: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
+    "A part's own set, with gains, unit rows and relevances; and how many items it chose from."
+    features, relevance = as_rows(_opened(part)), np.asarray(_opened(relevance))
+    items, gains = greedy_map(features, relevance, m, method)
+    return items, gains, Rows(features[items]).unit(), relevance[items], len(features)
+
+# %% ../../nbs/describe/02_dpp.ipynb #6687a2e3
 def greedy_map_partitioned(
-    parts,  # list of [n_p, d] features, numpy (also memory-mapped) or torch
-    relevance,  # list of [n_p] r_i >= 0, one array per part
+    parts,  # list of [n_p, d] features: numpy (also memory-mapped), torch, or names of .npy files
+    relevance,  # list of [n_p] r_i >= 0, one array or .npy file per part
     m: int,  # number of items to pick, at most the size of the smallest part
     method: str = "auto",  # as for `greedy_map`
+    engine: Engine = Local(),  # where the parts are worked on
 ) -> tuple[np.ndarray, np.ndarray]:  # int64 [k] numbered through all parts, float64 [k] gains
     """Greedy MAP in every part, then among what the parts picked (GreeDi); the better of that
     and the best part's set. An approximation of `greedy_map` on the whole, without a guarantee.
@@ -282,16 +299,13 @@ def greedy_map_partitioned(
         raise ValueError(
             f"one relevance array per part is needed: {len(parts)} parts, {len(relevance)} arrays."
         )
-    first = np.cumsum([0, *map(len, parts)])
-    picked = [greedy_map(*part, m, method) for part in zip(parts, relevance)]
-    union = np.concatenate([items + start for (items, _), start in zip(picked, first)])
-    rows = np.concatenate(
-        [Rows(as_rows(part)[items]).unit() for part, (items, _) in zip(parts, picked)]
-    )
-    weights = np.concatenate([np.asarray(r)[items] for r, (items, _) in zip(relevance, picked)])
+    tasks = [(_best_of_part, *part, m, method) for part in zip(parts, relevance)]
+    items, gains, rows, weights, sizes = zip(*engine.run(tasks, "parts"))
+    picked = [own + start for own, start in zip(items, np.cumsum([0, *sizes[:-1]]))]
+    union = np.concatenate(picked)
     order = np.argsort(union)  # so that ties still go to the lowest index
-    items, gains = greedy_map(rows[order], weights[order], m, method)
-    candidates = [(union[order][items], gains)] + [
-        (own + start, value) for (own, value), start in zip(picked, first)
-    ]
-    return max(candidates, key=lambda found: (len(found[0]), found[1].sum()))
+    among, found = greedy_map(
+        np.concatenate(rows)[order], np.concatenate(weights)[order], m, method
+    )
+    candidates = [(union[order][among], found), *zip(picked, gains)]
+    return max(candidates, key=lambda one: (len(one[0]), one[1].sum()))

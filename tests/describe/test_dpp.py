@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from harmomoe.base.engine import Local, Processes
 from harmomoe.describe.dpp import (
     METHODS,
     brute_force,
@@ -428,3 +429,19 @@ def test_partitioned_is_no_worse_than_the_best_part():
     assert np.array_equal(one, greedy_map(features, relevance, 12)[0])
     with pytest.raises(ValueError, match="3 parts, 2 arrays"):
         greedy_map_partitioned(parts, weights[:2], 12)
+
+
+@pytest.mark.parametrize("engine", [Local(), Processes(2)])
+def test_parts_in_files_and_other_processes_give_the_same(engine, tmp_path):
+    rng = np.random.default_rng(2)
+    features = rng.standard_normal((91, 20)).astype(np.float32)
+    relevance = rng.uniform(0.1, 1, 91)
+    parts, weights = np.array_split(features, 3), np.array_split(relevance, 3)
+    wanted = greedy_map_partitioned(parts, weights, 12)
+    files = [[], []]
+    for k, pair in enumerate(zip(parts, weights)):
+        for name, place, rows in zip(("features", "relevance"), files, pair):
+            place.append(tmp_path / f"{name}{k}.npy")
+            np.save(place[-1], rows)
+    found = greedy_map_partitioned(*files, 12, engine=engine)
+    assert np.array_equal(found[0], wanted[0]) and np.allclose(found[1], wanted[1], rtol=1e-12)
