@@ -252,7 +252,9 @@ def most_relevant(
     count: int,  # how many, at most N
 ) -> np.ndarray:  # int64 [count], from the most relevant down
     "Row numbers of the largest relevance; ties go to the lowest number."
-    return np.argsort(-relevance, kind="stable")[:count]
+    least = np.partition(relevance, -count)[-count]  # faster than sorting them all
+    among = np.flatnonzero(relevance >= least)
+    return among[np.argsort(-relevance[among], kind="stable")[:count]]
 
 
 def _random_proxies(embeddings, relevance, m, n, rng):
