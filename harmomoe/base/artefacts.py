@@ -7,9 +7,9 @@ Docs: https://harmomoe.github.io/harmomoe/base/artefacts.html.md"""
 # %% auto #0
 __all__ = ['MANIFEST', 'SIGNATURE', 'PACKAGES', 'sha256_file', 'digest', 'digest_weights', 'writing', 'reserve',
            'atomic_directory', 'recover', 'package_versions', 'write_manifest', 'FileEntry', 'AnyManifest',
-           'read_manifest', 'stages_run', 'unfinished', 'stage', 'keep', 'find_kept']
+           'read_manifest', 'World', 'world', 'by_main', 'stages_run', 'unfinished', 'stage', 'keep', 'find_kept']
 
-# %% ../../nbs/base/01_artefacts.ipynb #c81382d9
+# %% ../../nbs/base/01_artefacts.ipynb #6a869c70
 import errno
 import hashlib
 import json
@@ -21,14 +21,18 @@ import stat
 import threading
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
-from typing import Callable, Iterator
+from tempfile import TemporaryDirectory
+from typing import Any, Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
+from torch import Tensor
 
 from .schema import STRICT, read_json
 
@@ -513,6 +517,69 @@ def _check_files(directory: Path, listed: dict[str, dict], found: dict[str, Path
                 f"{entry['bytes']}. Get the artefact again."
             )
 
+# %% ../../nbs/base/01_artefacts.ipynb #067f3ddf
+@cache
+def _patient(everybody: "dist.ProcessGroup") -> "dist.ProcessGroup":
+    return dist.new_group(backend="gloo", timeout=timedelta(days=30))
+
+
+@dataclass(frozen=True)
+class World:
+    "The processes that do one work together; mostly this one alone."
+
+    rank: int = 0  # which of them this is
+    size: int = 1  # how many there are
+
+    @property
+    def is_main(self) -> bool:
+        "Whether this is the one that writes."
+        return self.rank == 0
+
+    def agreed(
+        self,
+        value: Any = None,  # what counts is the main process's, which must be possible to pickle
+    ) -> Any:  # the same in all of them
+        "What the main process has; the others wait for it."
+        if self.size == 1:
+            return value
+        said = [value]
+        dist.broadcast_object_list(said, group=_patient(dist.group.WORLD))
+        return said[0]
+
+    def total(
+        self,
+        tensor: Tensor,  # of the same shape in all of them; on a GPU, if NCCL connects them
+    ) -> Tensor:  # the same in all of them
+        "The sum of what they have."
+        if self.size > 1:
+            dist.all_reduce(tensor := tensor.clone())
+        return tensor
+
+# %% ../../nbs/base/01_artefacts.ipynb #41a7bae6
+_ALONE: list[Callable] = []  # what the main process is doing alone
+
+
+def world() -> World:
+    "The processes that do together what is being done now."
+    if _ALONE or not (dist.is_available() and dist.is_initialized()):
+        return World()
+    return World(dist.get_rank(), dist.get_world_size())
+
+
+def by_main(
+    function: Callable,  # what it calls in turn it does alone, too
+    *arguments,  # of the function
+) -> Any:  # what the function returns, in all processes; it must be possible to pickle
+    "Let the main process do something while the others wait for it."
+    here, result = world(), None
+    if here.is_main:
+        _ALONE.append(function)
+        try:
+            result = function(*arguments)
+        finally:
+            _ALONE.pop()
+    return here.agreed(result)
+
 # %% ../../nbs/base/01_artefacts.ipynb #ba61e261
 _LISTENERS: list[Callable[[str], None]] = []  # each is called with the kind of what was built
 
@@ -548,7 +615,7 @@ def unfinished(
         (folder / "made_from.json").write_text(origin, encoding="utf-8")
     return folder
 
-# %% ../../nbs/base/01_artefacts.ipynb #4c5bea8d
+# %% ../../nbs/base/01_artefacts.ipynb #4a7ccecd
 def _is_current(path: Path, kind: str, inputs: dict) -> bool:
     "Whether a whole artefact of this kind, made from these inputs, is there."
     try:
@@ -557,20 +624,52 @@ def _is_current(path: Path, kind: str, inputs: dict) -> bool:
         return False
 
 
+@contextmanager
+def _building(partial: Path, checkpoints: Path, origin: str) -> Iterator[None]:
+    "While a folder is filled."
+    _BUILDING[partial] = checkpoints, origin
+    try:
+        yield
+    finally:
+        _BUILDING.pop(partial, None)
+
+
 def _build(path: Path, kind: str, inputs: dict, build: Callable, origin: str) -> None:
     "Fill the folder of a stage whose lock is held."
     with _replacing(path) as partial:
-        _BUILDING[partial] = path.parent / f".{path.name}.unfinished", origin
-        try:
+        with _building(partial, path.parent / f".{path.name}.unfinished", origin):
             facts = build(partial) or {}
-        finally:
-            _BUILDING.pop(partial, None)
         write_manifest(partial, kind, inputs, **facts)
     _delete(path.parent / f".{path.name}.unfinished")
     for listener in tuple(_LISTENERS):
         listener(kind)
 
-# %% ../../nbs/base/01_artefacts.ipynb #d505b319
+# %% ../../nbs/base/01_artefacts.ipynb #ec92d2a3
+def _lead(path: Path, kind: str, inputs: dict, build: Callable, origin: str, force: bool) -> None:
+    "Build an artefact if there is need of it, and tell those who follow."
+    here = world()
+    if not force and _is_current(path, kind, inputs):
+        _tidy(path, finished=origin)
+        here.agreed(False)
+        return
+    with _alone(path):
+        if force:
+            _delete(path.parent / f".{path.name}.unfinished")
+        needed = force or not _is_current(path, kind, inputs)  # it is not after waiting
+        if here.agreed(needed):
+            _build(path, kind, inputs, build, origin)
+
+
+def _follow(build: Callable, origin: str) -> None:
+    "Take part in a build of the main process's."
+    if world().agreed():
+        with TemporaryDirectory() as folder:
+            partial = Path(folder, "partial")
+            partial.mkdir()
+            with _building(partial, Path(folder, "unfinished"), origin):
+                build(partial)
+
+# %% ../../nbs/base/01_artefacts.ipynb #5d37911b
 def stage(
     path: str | Path,  # folder of the artefact
     kind: str,  # what it is, such as "expert"
@@ -578,34 +677,38 @@ def stage(
     # fills the folder it is given; may return facts for the manifest
     build: Callable[[Path], dict | None],
     force: bool = False,  # build again, from the beginning, even if nothing changed
+    # whether the processes of `world` build it together, as one that trains; else the main one does
+    jointly: bool = False,
 ) -> Path:  # `path`, holding a verified artefact
     """Build an artefact unless a current one exists: same kind, same inputs, no file changed. If
     another process is building it, wait for that. Raises `TypeError` before the build for inputs
     that JSON cannot hold, and `OSError` that names `path` and the cause if it cannot be written."""
     path, inputs = Path(path), json.loads(json.dumps(inputs))  # as the manifest will give them back
     origin = json.dumps(dict(kind=kind, inputs=inputs), sort_keys=True)
-    if not force and _is_current(path, kind, inputs):
-        _tidy(path, finished=origin)
+    here, given = world(), (path, kind, inputs, build, origin, force)
+    if not jointly:
+        by_main(_lead, *given)
         return path
-    with _alone(path):
-        if force:
-            _delete(path.parent / f".{path.name}.unfinished")
-        if force or not _is_current(path, kind, inputs):  # which it is after waiting
-            _build(path, kind, inputs, build, origin)
+    if here.is_main:
+        _lead(*given)
+    else:
+        _follow(build, origin)
+    here.agreed()
     return path
 
-# %% ../../nbs/base/01_artefacts.ipynb #ac2ae954
+# %% ../../nbs/base/01_artefacts.ipynb #7fa37f29
 def keep(
     folder: str | Path,  # where all versions of the artefact are
     kind: str,  # what it is, such as "expert"
     inputs: dict,  # everything that its content depends on (JSON values)
     # fills the folder it is given; may return facts for the manifest
     build: Callable[[Path], dict | None],
+    jointly: bool = False,  # as for `stage`
 ) -> Path:  # `folder/KIND-DIGEST`, holding a verified artefact
     """As `stage`, but versions made from other inputs stay beside it, so that changing a setting
     back costs nothing. What killed runs left of any version is cleared."""
     recover(folder)
-    return stage(_version(folder, kind, inputs), kind, inputs, build)
+    return stage(_version(folder, kind, inputs), kind, inputs, build, jointly=jointly)
 
 
 def find_kept(
