@@ -91,7 +91,7 @@ class AnchoredClient(Client):
         private = layer_means(seed, seed.backbone, self.domain.train).mean(1)
         return private - self.public.means("logistic").mean(1)
 
-# %% ../../nbs/baselines/06_flexolmo.ipynb #05e959b0
+# %% ../../nbs/baselines/06_flexolmo.ipynb #494e342b
 @patch(as_prop=True)
 def expert(self: AnchoredClient) -> Path:
     "Folder with the trained half; the manifest's facts have `losses`, by epoch."
@@ -117,7 +117,7 @@ def expert(self: AnchoredClient) -> Path:
         save_half(partial, model, config.expert)
         return dict(losses=losses)
 
-    return keep(self.folder, "anchored", inputs, build)
+    return keep(self.folder, "anchored", inputs, build, jointly=True)
 
 
 @patch(as_prop=True)

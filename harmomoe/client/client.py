@@ -7,7 +7,7 @@ Docs: https://harmomoe.github.io/harmomoe/client/client.html.md"""
 # %% auto #0
 __all__ = ['Client']
 
-# %% ../../nbs/client/03_client.ipynb #5afece2e
+# %% ../../nbs/client/03_client.ipynb #a53641bc
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -17,7 +17,7 @@ import numpy as np
 from datasets import Dataset
 from fastcore.basics import patch
 
-from ..base.artefacts import digest, keep, read_manifest, unfinished
+from ..base.artefacts import by_main, digest, keep, read_manifest, unfinished
 from ..base.schema import check_name
 from ..bundle.files import PROXIES, write_bundle
 from ..bundle.manifest import BoundedSum, Promise
@@ -85,7 +85,7 @@ class Client:
         folder = Path(self.folder, "embeddings")
         return cached_embeddings(self.public.seed, self.domain.train, folder)
 
-# %% ../../nbs/client/03_client.ipynb #f9b5e34d
+# %% ../../nbs/client/03_client.ipynb #818a05e9
 @patch
 def bundle(
     self: Client,
@@ -96,7 +96,7 @@ def bundle(
     where = folder or Path(self.folder, "bundle")
     given = self.domain.name, self.expert, self.routing, self.proxies, self.public
     samples, promise = len(self.domain.train), self.promise
-    return write_bundle(where, *given, samples, invitation, promise)
+    return by_main(write_bundle, where, *given, samples, invitation, promise)
 
 # %% ../../nbs/client/03_client.ipynb #182dc333
 @patch(as_prop=True)
@@ -211,7 +211,7 @@ def training_data(self: Client) -> tuple[Dataset, Dataset | None]:
         public = self.public.pool.train.select(self.proxies.ids)
     return (self.domain.train, public) if settings.private else (public, None)
 
-# %% ../../nbs/client/03_client.ipynb #6f9d906e
+# %% ../../nbs/client/03_client.ipynb #a047ebd3
 @patch(as_prop=True)
 def first_expert(self: Client) -> Path:
     "Folder with the adapter that knows of no gate; the manifest's facts have `losses`, by epoch."
@@ -250,7 +250,7 @@ def first_expert(self: Client) -> Path:
         save_expert(partial, expert)
         return found
 
-    return keep(self.folder, "expert", inputs, build)
+    return keep(self.folder, "expert", inputs, build, jointly=mechanism is None)
 
 # %% ../../nbs/client/03_client.ipynb #958efca5
 @patch
@@ -315,7 +315,7 @@ def _jointly(client: Client) -> Path:
 
     return keep(client.folder, "routing", inputs, build)
 
-# %% ../../nbs/client/03_client.ipynb #9a7e0012
+# %% ../../nbs/client/03_client.ipynb #898bf735
 def _contents(folder: Path) -> str:
     "Digest of what an expert is made from and what it holds."
     made = read_manifest(folder)
@@ -343,7 +343,7 @@ def gated_expert(self: Client) -> Path:
         save_routing(dict(evidence=gate), partial)
         return dict(losses=losses)
 
-    return keep(self.folder, "gate", inputs, build)
+    return keep(self.folder, "gate", inputs, build, jointly=True)
 
 
 @patch(as_prop=True)

@@ -7,7 +7,7 @@ Docs: https://harmomoe.github.io/harmomoe/models/training.html.md"""
 # %% auto #0
 __all__ = ['POSITIVE', 'Training', 'check_finite', 'Checkpoint', 'join', 'add_gradients', 'sharded', 'train']
 
-# %% ../../nbs/models/05_training.ipynb #556acb61
+# %% ../../nbs/models/05_training.ipynb #c9def0f5
 import copy
 import json
 import os
@@ -26,7 +26,6 @@ from datasets import Dataset
 from fastcore.basics import patch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import BatchSampler, DataLoader
 from tqdm import tqdm
 
@@ -140,12 +139,13 @@ def read(
         return None
     return tensors, json.loads(metadata["place"])
 
-# %% ../../nbs/models/05_training.ipynb #f1f7aef3
+# %% ../../nbs/models/05_training.ipynb #b050c2e9
 def join(
     device: str = "cpu",  # "cpu", or "cuda" for a GPU each
 ) -> str:  # the device of this process
     "Connect the processes that `accelerate launch` or `torchrun` has started together."
-    return str(PartialState(cpu=device == "cpu").device)
+    joined = PartialState(cpu=device == "cpu").device
+    return device if device == "cpu" else str(joined)
 
 
 def _check_joined() -> None:
@@ -200,13 +200,13 @@ def add_gradients(
         if some:
             p.grad = grad.view_as(p).to(p.dtype)
 
-# %% ../../nbs/models/05_training.ipynb #fccda428
+# %% ../../nbs/models/05_training.ipynb #3d40dadc
 def _plugin() -> FullyShardedDataParallelPlugin | None:
     "What `accelerate launch` was told of FSDP; None if it was not asked for."
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
     plugin = FullyShardedDataParallelPlugin()  # reads the environment
-    if plugin.fsdp_version != 2:
+    if getattr(plugin, "fsdp_version", 1) != 2:  # accelerate below 1.6 has no other
         raise ValueError("FSDP is asked for in its first version: add --fsdp_version 2.")
     return plugin
 
@@ -219,7 +219,7 @@ def _blocks(seed: Seed, backbone: nn.Module) -> list[tuple[nn.Module, str, nn.Mo
     holders = [(backbone.get_submodule(above), name) for above, name in places]
     return [(holder, name, getattr(holder, name)) for holder, name in holders]
 
-# %% ../../nbs/models/05_training.ipynb #12a9a52f
+# %% ../../nbs/models/05_training.ipynb #1d3485cb
 def _stand_in(block: nn.Module) -> nn.Module:
     "A module with the same submodules and hooks, to which more hooks can be added."
     other = copy.copy(block)
@@ -236,6 +236,8 @@ def sharded(
     if `accelerate launch` was asked for FSDP2. Raises `ValueError` for FSDP's first version."""
     here, plugin, shards = world(), _plugin(), []
     if here.size > 1 and plugin is not None:
+        from torch.distributed.fsdp import fully_shard  # which takes long to import
+
         mesh = dist.device_mesh.init_device_mesh(seed.device.type, (here.size,))
         how = dict(mesh=mesh, reshard_after_forward=plugin.reshard_after_forward)
         how |= dict(offload_policy=plugin.cpu_offload)

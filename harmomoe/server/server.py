@@ -7,7 +7,7 @@ Docs: https://harmomoe.github.io/harmomoe/server/server.html.md"""
 # %% auto #0
 __all__ = ['REFUSALS', 'Server', 'Arrival', 'unify', 'Report']
 
-# %% ../../nbs/server/04_server.ipynb #bc4453d9
+# %% ../../nbs/server/04_server.ipynb #beac1738
 import dataclasses
 import shutil
 from collections import defaultdict
@@ -30,6 +30,7 @@ from harmomoe.base.artefacts import (
     read_manifest,
     recover,
     unfinished,
+    world,
 )
 from ..base.places import fetch_folder, list_folders
 from ..base.schema import read_json
@@ -256,7 +257,7 @@ def _as_json(routing: Routing) -> dict:
     values = {name: np.asarray(value).tolist() for name, value in vars(routing).items()}
     return values | dict(experts=routing.experts)
 
-# %% ../../nbs/server/04_server.ipynb #e296b310
+# %% ../../nbs/server/04_server.ipynb #b16a5124
 def _kept(server: Server) -> Path:
     "The folder with the model."
 
@@ -268,11 +269,12 @@ def _kept(server: Server) -> Path:
         before = observe_routing(model, union)
         finetune(model, union, public, checkpoint=Checkpoint(unfinished(partial)))
         after = observe_routing(model, union)
-        write_model(model, partial)
+        if world().is_main:  # a large model need not be written to be thrown away
+            write_model(model, partial)
         routed = dict(before=_as_json(before), after=_as_json(after))
         return dict(losses=model.losses, corrections=corrections, **routed)
 
-    return keep(server.folder, "model", _inputs(server), build)
+    return keep(server.folder, "model", _inputs(server), build, jointly=True)
 
 # %% ../../nbs/server/04_server.ipynb #43f9a103
 @dataclass(frozen=True)

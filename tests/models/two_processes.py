@@ -16,12 +16,13 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from harmomoe.base.artefacts import stages_run, world
+from harmomoe.base.artefacts import by_main, stages_run, world
 from harmomoe.base.process import seeded
 from harmomoe.client.client import Client
 from harmomoe.config.settings import Config, ExpertSettings, ProxySettings, RoutingSettings
 from harmomoe.data.domains import load_benchmark
 from harmomoe.describe.public import Public
+from harmomoe.models import training
 from harmomoe.models.training import Checkpoint, Training, join, train
 from harmomoe.models.unified import UnifiedModel
 from harmomoe.models.weights import open_seed
@@ -68,7 +69,7 @@ def split(backbone):
     return both[True], both[False]
 
 
-def run(kind, backbone, training=SHORT, random_state=3, **options):
+def run(kind, backbone, how=SHORT, random_state=3, **options):
     """Train; tensors to compare: losses, what has learned, and, as numbers, how many adapters
     stayed, whether frozen weights did, and how many parameters were shards in the meantime."""
     seed, data, classes = given(kind)
@@ -80,7 +81,7 @@ def run(kind, backbone, training=SHORT, random_state=3, **options):
 
     options = dict(loss=loss) | options
     learning, frozen = split(backbone)
-    losses = train(seed, backbone, data, classes, training, random_state, **options)
+    losses = train(seed, backbone, data, classes, how, random_state, **options)
     learned, now = split(backbone)
     still = [name for name, p in learned.items() if torch.equal(p, learning[name])]
     same = all(
@@ -107,27 +108,22 @@ def cut(kind, after):
     return loss
 
 
-def interrupted(folder, after, dropout=0.0, training=SHORT):
+def interrupted(folder, after, dropout=0.0):
     "Leave a checkpoint."
     Path(folder).mkdir(exist_ok=True)
     try:
         where = Checkpoint(folder, seconds=0)
-        run(
-            "images",
-            adapted("images", None, dropout),
-            training,
-            loss=cut("images", after),
-            checkpoint=where,
-        )
+        backbone = adapted("images", None, dropout)
+        run("images", backbone, loss=cut("images", after), checkpoint=where)
     except KeyboardInterrupt:
         return {}
     raise AssertionError("nothing interrupted it")
 
 
-def resumed(folder, dropout=0.0, training=SHORT):
+def resumed(folder, dropout=0.0):
     "Take it up."
     where = Checkpoint(folder, seconds=0)
-    return run("images", adapted("images", None, dropout), training, checkpoint=where)
+    return run("images", adapted("images", None, dropout), checkpoint=where)
 
 
 def house(folder):
@@ -141,14 +137,29 @@ def house(folder):
     )
     benchmark = load_benchmark(FOLDER / "data", "a,b,c", "pool")
     public = Public(given("images")[0], benchmark.pool, config, folder / "public")
-    with stages_run() as built:
+
+    def receive(bundles):
+        for bundle in bundles:
+            Server(public, folder / "server").receive(bundle)
+
+    with stages_run() as built, steps() as taken:
+        clients = [Client(public, d, folder / d.name) for d in benchmark.clients[:2]]
+        by_main(receive, [client.bundle() for client in clients])
         server = Server(public, folder / "server")
-        for domain in benchmark.clients[:2]:
-            server.receive(Client(public, domain, folder / domain.name).bundle())
         model = server.unify()
+    built.append(len(taken))
     losses = torch.tensor(server.report().losses, dtype=torch.float64)
     (folder / f"built-{world().rank}.json").write_text(json.dumps(built))
     return {n: p for n, p in split(model.backbone)[0].items()} | dict(losses=losses)
+
+
+@contextmanager
+def steps():
+    "Which steps this process takes part in."
+    taken, add = [], training.add_gradients
+    training.add_gradients = lambda parameters: taken.append(add(parameters))
+    yield taken
+    training.add_gradients = add
 
 
 MORE = dict(accumulation=3, clip=0.1, warmup_steps=3)
