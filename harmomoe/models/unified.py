@@ -275,7 +275,7 @@ def count_parameters(self: UnifiedModel) -> dict[str, int]:
     active = groups["seed"] + round(groups["factors"] * chosen) + groups["routers"]
     return dict(total=sum(groups.values()), active=active)
 
-# %% ../../nbs/models/06_unified.ipynb #2f87c2cb
+# %% ../../nbs/models/06_unified.ipynb #2abd4b38
 def _own_parts(model: UnifiedModel) -> Iterator[tuple[str, nn.Module]]:
     "Everything that is not the seed's: MoE layers, and maps of attention, with their paths."
     yield from zip(model.seed.layers, model.layers)
@@ -293,7 +293,8 @@ def write(self: UnifiedModel, folder: Path) -> MoEFacts:
     """Write `seed/` and `moe.safetensors`. Raises `FloatingPointError` if a number is not
     finite."""
     tensors = {
-        f"{path}.{name}": tensor.detach().cpu().clone()
+        # a lambda that all layers share is written once for each; large tensors are not copied
+        f"{path}.{name}": tensor.detach().cpu() if tensor.ndim else tensor.detach().cpu().clone()
         for path, part in _own_parts(self)
         for name, tensor in _own_state(part).items()
     }

@@ -8,10 +8,11 @@ Docs: https://harmomoe.github.io/harmomoe/server/normalise.html.md"""
 __all__ = ['TOLERANCE', 'MOST', 'log_mean_ratio', 'Claim', 'contents_digest', 'claim', 'held_back', 'first_choices', 'shortened',
            'Correction', 'all_routing', 'normalise']
 
-# %% ../../nbs/server/00_normalise.ipynb #26520d48
+# %% ../../nbs/server/00_normalise.ipynb #f2046a02
 import hashlib
 import math
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -53,16 +54,17 @@ class Claim:
         "Whether no layer claims more than a density ratio can, with the expert or without."
         return bool((np.maximum(self.in_seed, self.together) <= TOLERANCE).all())
 
-# %% ../../nbs/server/00_normalise.ipynb #3a37afd1
+# %% ../../nbs/server/00_normalise.ipynb #b0a88674
 def contents_digest(
     bundle: Bundle,  # a bundle, or what was made of one in memory
 ) -> str:  # 64 hexadecimal digits
     """SHA-256 of all numbers that a bundle brings: factors and scale, proxies, and routing vectors
     of all forms."""
     sha = hashlib.sha256(repr([bundle.scale, sorted(bundle.routing)]).encode())
-    pairs = [pair for _, pair in sorted(bundle.factors.items())]
-    pairs += [(one.vectors, one.biases) for _, one in sorted(bundle.routing.items())]
-    for tensor in (torch.tensor(bundle.ids), *sum(pairs, ())):
+    pairs = (bundle.factors[place] for place in sorted(bundle.factors))  # one at a time
+    routing = ((one.vectors, one.biases) for _, one in sorted(bundle.routing.items()))
+    ids = torch.tensor(bundle.ids)
+    for tensor in chain([ids], chain.from_iterable(pairs), chain.from_iterable(routing)):
         sha.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         sha.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return sha.hexdigest()

@@ -47,7 +47,7 @@ from .merge import check_bundles, merge
 from .normalise import Correction, normalise
 from .screen import Verdict, screen
 
-# %% ../../nbs/server/04_server.ipynb #5f1bede9
+# %% ../../nbs/server/04_server.ipynb #436d19db
 @dataclass(frozen=True, eq=False)
 class Server:
     "What is public, a folder for what was received, and what members were invited to."
@@ -63,7 +63,7 @@ class Server:
         recover(home := Path(self.folder, "received"))  # what was being replaced when it was killed
         folders = home.glob("[0-9]*-*")
         ordered = sorted(folders, key=lambda path: int(path.name.partition("-")[0]))
-        bundles = [read_bundle(path, self.public) for path in ordered]
+        bundles = [read_bundle(path, self.public).stored_in(path) for path in ordered]
         return {bundle.client: bundle for bundle in bundles}
 
     @property
@@ -71,7 +71,7 @@ class Server:
         "What a bundle may be."
         return Limits() if self.invitation is None else self.invitation.limits
 
-# %% ../../nbs/server/04_server.ipynb #4aee8b57
+# %% ../../nbs/server/04_server.ipynb #244bab07
 @contextmanager
 def _arrived(server: Server, place: str | Path) -> Iterator[Bundle]:
     "A copy of a bundle, verified, that is gone when the block ends."
@@ -93,7 +93,7 @@ def _keep_bundle(server: Server, bundle: Bundle, place: Path) -> Bundle:
     "Move a copy to where members are kept."
     with atomic_directory(place) as partial:
         shutil.copytree(bundle.folder, partial, dirs_exist_ok=True)
-    server.received[bundle.client] = dataclasses.replace(bundle, folder=place)
+    server.received[bundle.client] = bundle.stored_in(place)
     return server.received[bundle.client]
 
 

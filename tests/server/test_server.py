@@ -12,7 +12,7 @@ from networks import close, embed, same
 
 from harmomoe.base.artefacts import MANIFEST, read_manifest, stages_run
 from harmomoe.base.places import fetch_folder
-from harmomoe.bundle.files import ADAPTER_FILES, FILES, write_bundle
+from harmomoe.bundle.files import ADAPTER_FILES, FILES, StoredFactors, write_bundle
 from harmomoe.client.client import Client
 from harmomoe.config.settings import changed
 from harmomoe.models.observe import observe_routing
@@ -20,6 +20,7 @@ from harmomoe.models.training import Checkpoint
 from harmomoe.server import server as module
 from harmomoe.server.finetune import finetune, proxy_union
 from harmomoe.server.merge import choose_router, merge
+from harmomoe.server.normalise import contents_digest
 from harmomoe.server.server import Server, unify
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")
@@ -533,3 +534,20 @@ def test_folder_of_the_model_says_what_it_was_made_from(finished, tiny):
     inputs = read_manifest(model, "model")["inputs"]
     assert [name for name, _ in inputs["bundles"]] == ["a", "b", "c"]
     assert inputs["seed"] == tiny.seed.identity and inputs["pool"] == tiny.public.fingerprint
+
+
+def test_a_server_keeps_factors_on_its_disk_and_merges_the_same_model(tiny, tmp_path):
+    server = Server(tiny.public, tmp_path)
+    for name in "abc":
+        server.receive(tiny.work / name / "bundle")
+    fresh = Server(tiny.public, tmp_path).received
+    for bundles in (server.received, fresh):
+        for bundle, sent in zip(bundles.values(), tiny.bundles):
+            assert isinstance(bundle.factors, StoredFactors) and bundle.rank == sent.rank
+            assert list(bundle.factors) == list(sent.factors)
+            assert contents_digest(bundle) == contents_digest(sent)
+        model = merge(list(bundles.values()), tiny.public)
+        assert same(model.backbone, merge(tiny.bundles, tiny.public).backbone)
+    with pytest.raises(KeyError):
+        bundle.factors["no layer", "c_fc"]
+    assert ("no layer", "c_fc") not in bundle.factors
