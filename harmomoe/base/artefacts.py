@@ -517,7 +517,7 @@ def _check_files(directory: Path, listed: dict[str, dict], found: dict[str, Path
                 f"{entry['bytes']}. Get the artefact again."
             )
 
-# %% ../../nbs/base/01_artefacts.ipynb #067f3ddf
+# %% ../../nbs/base/01_artefacts.ipynb #71dd8fb4
 @cache
 def _patient(everybody: "dist.ProcessGroup") -> "dist.ProcessGroup":
     return dist.new_group(backend="gloo", timeout=timedelta(days=30))
@@ -537,7 +537,7 @@ class World:
 
     def agreed(
         self,
-        value: Any = None,  # what counts is the main process's, which must be possible to pickle
+        value: Any = None,  # the main process's counts: numbers, text, tensors, what holds them
     ) -> Any:  # the same in all of them
         "What the main process has; the others wait for it."
         if self.size == 1:
@@ -555,7 +555,7 @@ class World:
             dist.all_reduce(tensor := tensor.clone())
         return tensor
 
-# %% ../../nbs/base/01_artefacts.ipynb #41a7bae6
+# %% ../../nbs/base/01_artefacts.ipynb #1b92e9c9
 _ALONE: list[Callable] = []  # what the main process is doing alone
 
 
@@ -569,7 +569,7 @@ def world() -> World:
 def by_main(
     function: Callable,  # what it calls in turn it does alone, too
     *arguments,  # of the function
-) -> Any:  # what the function returns, in all processes; it must be possible to pickle
+) -> Any:  # what the function returns, in all processes: as for `World.agreed`
     "Let the main process do something while the others wait for it."
     here, result = world(), None
     if here.is_main:
