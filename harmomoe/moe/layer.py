@@ -99,8 +99,11 @@ def cut(
 
 # %% ../../nbs/moe/03_layer.ipynb #bfc74d78
 def _move(x: Tensor, to: Tensor) -> Tensor:
-    "Row i becomes row to[i]. Unlike x[order], it has a gradient that need not add up."
-    return torch.empty_like(x).index_copy(0, to, x)
+    """Row i becomes row to[i]. Unlike x[order], which is faster, it has a gradient that need not
+    add up."""
+    if torch.is_grad_enabled():
+        return torch.empty_like(x).index_copy(0, to, x)
+    return x.index_select(0, to.argsort())
 
 
 def _times(low: Tensor, share: Tensor | None) -> Tensor:
