@@ -36,7 +36,7 @@ BELOW["bundle"] = BELOW["describe"] | {"describe"}
 BELOW["client"] = BELOW["server"] = BELOW["bundle"] | {"bundle"}
 # an outsider, who sees bundles and models
 BELOW["audit"] = BELOW["server"] | {"server"}
-BELOW["exchange"] = BELOW["baselines"] = BELOW["client"] | {"client", "server"}
+BELOW["exchange"] = BELOW["baselines"] = BELOW["rounds"] = BELOW["client"] | {"client", "server"}
 BELOW["bench"] = BELOW["baselines"] | {"baselines"}
 BELOW["describe"].add("describe.greedy")  # one floor below it, and nobody else's business
 LONGEST = 100  # characters of a line
