@@ -23,9 +23,13 @@ def tokenizer():
 
 
 @cache
-def passages(name="rust", number=12):
-    "Some training passages of a domain."
-    return getattr(load_corpora((name,)).clients[0], "train").select(range(number))
+def corpora():
+    return {client.name: client for client in load_corpora(("rust", "spanish")).clients}
+
+
+def passages(name="rust", number=12, split="train"):
+    "Some passages of a domain."
+    return getattr(corpora()[name], split).select(range(number))
 
 
 @cache
