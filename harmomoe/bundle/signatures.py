@@ -6,8 +6,8 @@ Docs: https://harmomoe.github.io/harmomoe/bundle/signatures.html.md"""
 
 # %% auto #0
 __all__ = ['PRIVATE', 'PUBLIC', 'CURVES', 'KEY_BYTES', 'new_keys', 'read_public_key', 'fingerprint', 'check_private_key',
-           'sign_bundle', 'KeyHint', 'Material', 'OneSignature', 'Envelope', 'SignatureFile', 'Sha256', 'Subject',
-           'Listing', 'SignedFile', 'Signed', 'Statement', 'verify_bundle']
+           'public_key_of', 'sign_bundle', 'KeyHint', 'Material', 'OneSignature', 'Envelope', 'SignatureFile', 'Sha256',
+           'Subject', 'Listing', 'SignedFile', 'Signed', 'Statement', 'verify_bundle']
 
 # %% ../../nbs/bundle/02_signatures.ipynb #5412a10d
 import base64
@@ -134,6 +134,18 @@ def check_private_key(
             f"{file} is no private key on the curve P-256, P-384 or P-521, in the form of PEM and "
             "without a password. `new_keys` makes one."
         )
+
+# %% ../../nbs/bundle/02_signatures.ipynb #5b0e7c1d
+def public_key_of(
+    private_key: str | Path,  # file of a private key, PEM
+) -> str:  # the public key's PEM text, as `read_public_key` has it
+    "The public half of a pair of keys. Raises as `check_private_key`."
+    check_private_key(Path(private_key))
+    with _signing_extra():
+        from cryptography.hazmat.primitives import serialization
+    key = serialization.load_pem_private_key(Path(private_key).read_bytes(), None).public_key()
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    return key.public_bytes(serialization.Encoding.PEM, form).decode()
 
 # %% ../../nbs/bundle/02_signatures.ipynb #af48b807
 def sign_bundle(
