@@ -88,7 +88,7 @@ class Ledger:
         "What everybody agrees on."
         return self.board.task
 
-# %% ../../nbs/rounds/06_rounds.ipynb #380323d8
+# %% ../../nbs/rounds/06_rounds.ipynb #6463ad0c
 @patch
 def get(
     self: Ledger,
@@ -101,9 +101,9 @@ def get(
     if key not in self._known:
         copy = Path(self.folder, "copies", f"round-{round:06d}", f"{kind}-{author}")
         try:
-            if not copy.exists():
-                self.board.fetch(*key, copy)
-            self._known[key] = read_message(copy, self.task, *key)
+            kept = copy.exists()
+            found = read_message(copy, self.task, *key) if kept else self.board.fetch(*key, copy)
+            self._known[key] = found
             self.refused.pop(key, None)
         except FileNotFoundError:
             return None
@@ -190,7 +190,7 @@ def momentum(
         return self._settled[round - 1].state(self.task, MOMENTUM)
     return no_momentum(self.start)
 
-# %% ../../nbs/rounds/06_rounds.ipynb #6515c413
+# %% ../../nbs/rounds/06_rounds.ipynb #a0105bfc
 @dataclass(eq=False)
 class Member:
     "Somebody with a name, a key and a ledger."
@@ -198,7 +198,7 @@ class Member:
     ledger: Ledger  # what was said
     name: str  # as the task lists it
     private_key: str | Path  # its file
-    _posted: set = field(default_factory=set, init=False, repr=False)
+    _posted: dict = field(default_factory=dict, init=False, repr=False)
 
     @property
     def task(self) -> Task:
@@ -212,24 +212,37 @@ class Member:
         "Where the member keeps what is its own in a round."
         return Path(self.ledger.folder, "own", f"round-{round:06d}")
 
-    def said(self, kind: str, round: int) -> Message | None:
-        "What the member itself has said in a round; it is on the board then."
+    def said(
+        self,
+        kind: str,  # of message
+        round: int,  # number of the round
+    ) -> Message | None:  # None: it has not yet
+        "What the member itself has said, which is on the board then. Raises as `Board.post`."
+        if (kind, round) in self._posted:
+            return self._posted[kind, round]
         folder = self.home(round) / kind
         if not folder.exists():
             return None
         message = read_message(folder, self.task, kind, round, self.name)
-        if (kind, round) not in self._posted:
-            self.ledger.board.post(message)
-            self._posted.add((kind, round))
+        self.ledger.board.post(message)
+        self._posted[kind, round] = message
         return message
 
-    def say(self, kind: str, round: int, said, states: dict[str, State] = {}) -> Message:
-        "Say something once: if the member has said it already, that stands."
-        folder = self.home(round) / kind
-        if not folder.exists():
-            given = self.name, self.private_key, said, states
-            write_message(folder, self.task, kind, round, *given)
-        return self.said(kind, round)
+# %% ../../nbs/rounds/06_rounds.ipynb #02a30ff3
+@patch
+def say(
+    self: Member,
+    kind: str,  # of message
+    round: int,  # number of the round
+    said,  # an instance of the kind's class
+    states: dict[str, State] = {},  # file name -> what it is to hold
+) -> Message:  # what stands
+    "Say something once: if the member has said it already, that stands. Raises as `Board.post`."
+    folder = self.home(round) / kind
+    if not folder.exists():
+        given = self.name, self.private_key, said, states
+        write_message(folder, self.task, kind, round, *given)
+    return self.said(kind, round)
 
 # %% ../../nbs/rounds/06_rounds.ipynb #295cb2d5
 class Worker(Member):
@@ -536,11 +549,15 @@ def doubts(
     differ = {who: disagree(mine.said, message.said) for who, message in found.items()}
     return {who: workers for who, workers in differ.items() if workers}
 
-# %% ../../nbs/rounds/06_rounds.ipynb #bbf19266
+# %% ../../nbs/rounds/06_rounds.ipynb #9b6b0110
 class Clock:
     "A clock that is set forward."
 
-    now = 0.0  # seconds
+    def __init__(
+        self,
+        random_state: int = 0,  # of the lots that are drawn by it
+    ):
+        self.now, self.random_state = 0.0, random_state
 
     def __call__(self) -> float:
         return self.now
@@ -562,15 +579,22 @@ class Player:
         "What it does then."
         self.worker.reveal()
 
-# %% ../../nbs/rounds/06_rounds.ipynb #623096a1
+# %% ../../nbs/rounds/06_rounds.ipynb #3ed66b4c
+class _Played(Validator):
+    "A validator whose lots can be drawn again, for experiments."
+
+    def _secret(self, round: int) -> str:
+        return digest(["lot", self.clock.random_state, round, self.name])
+
+
 @dataclass(eq=False)
 class Rehearsal:
     "Members of a task who are played in one process."
 
-    task: Task
-    board: Board
-    workers: dict[str, Worker]
-    validators: list[Validator]
+    task: Task  # what they agree on
+    board: Board  # where messages are
+    workers: dict[str, Worker]  # by name
+    validators: list[Validator]  # in the order of their names
     clock: Clock  # of all validators
 
     @property
@@ -578,7 +602,7 @@ class Rehearsal:
         "What was said, as the first validator has it."
         return self.validators[0].ledger
 
-# %% ../../nbs/rounds/06_rounds.ipynb #6694789c
+# %% ../../nbs/rounds/06_rounds.ipynb #73457e36
 def rehearse(
     folder: str | Path,  # where members and board are to be
     evaluator: Evaluator,  # of all validators
@@ -589,9 +613,10 @@ def rehearse(
     points: list[float] = (4.0, 3.0, 2.0, 1.0),  # of the ranks
     outer: OuterSettings = OuterSettings(),  # how submissions become the next state
     validators: int = 2,  # how many there are
+    random_state: int = 0,  # of the lots, which are no secret here
 ) -> Rehearsal:
     "Keys, task and board for members who are played; those that there are in the folder go on."
-    clock, judges = Clock(), [f"validator-{k}" for k in range(1, validators + 1)]
+    clock, judges = Clock(random_state), [f"validator-{k}" for k in range(1, validators + 1)]
     homes = {name: Path(folder, name) for name in (*workers, *judges)}
     for home in homes.values():
         if not (home / "keys").exists():
@@ -605,7 +630,7 @@ def rehearse(
     if not (board.place / "task").exists():
         post_task(task, board.place, judges[0], homes[judges[0]] / "keys/private.pem")
     own = lambda name: (Ledger(board, homes[name], start), name, homes[name] / "keys/private.pem")
-    judged = [Validator(*own(name), evaluator=evaluator, clock=clock) for name in judges]
+    judged = [_Played(*own(name), evaluator, clock) for name in judges]
     return Rehearsal(task, board, {n: Worker(*own(n)) for n in workers}, judged, clock)
 
 # %% ../../nbs/rounds/06_rounds.ipynb #857c243f
