@@ -296,7 +296,7 @@ def reveal(
     self.say("reveal", round, Reveal(nonce), {STATE: state})
     return REVEALED
 
-# %% ../../nbs/rounds/06_rounds.ipynb #d7d1c03f
+# %% ../../nbs/rounds/06_rounds.ipynb #198abdc6
 @dataclass(eq=False)
 class Validator(Member):
     "Closes windows, measures, and says what comes out."
@@ -306,7 +306,7 @@ class Validator(Member):
 
     def __post_init__(self):
         for what, mine, wanted in (
-            ("model", self.evaluator.model, self.task.model),
+            ("model", self.evaluator.fingerprint, self.task.model),
             ("held-out pool", self.evaluator.pool, self.task.held_out.fingerprint),
         ):
             if mine != wanted:
@@ -318,6 +318,7 @@ class Validator(Member):
         """Do what can be done now. Raises `ValueError` if the others have settled something else
         than what follows from the files, and `OSError` if the board cannot be read."""
         round = self.ledger.round
+        self._check_agreed(round - 1)
         if self.said("outcome", round) is None:
             for step in (self._snapshot, self._lot, self._scores, self._outcome):
                 if waits := step(round):
@@ -327,15 +328,17 @@ class Validator(Member):
         self._check_agreed(round)
         return f"round {round} is settled"
 
-    def _since(self, what: str, round: int) -> float:
-        "Seconds since the validator first asked this."
-        file = self.home(round) / f"since-{what}"
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            partial = file.with_suffix(".partial")
-            partial.write_text(repr(self.clock()))
-            partial.replace(file)
-        return self.clock() - float(file.read_text())
+# %% ../../nbs/rounds/06_rounds.ipynb #9a024d5c
+@patch
+def _since(self: Validator, what: str, round: int) -> float:
+    "Seconds since the validator first asked this."
+    file = self.home(round) / f"since-{what}"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".partial")
+        partial.write_text(repr(self.clock()))
+        partial.replace(file)
+    return self.clock() - float(file.read_text())
 
 # %% ../../nbs/rounds/06_rounds.ipynb #cbdb1d54
 @patch
@@ -445,12 +448,12 @@ def _submission(self: Validator, round: int, worker: str, shown: dict) -> State 
     opens = commitment_hash(*given) == self.ledger.get("commitment", round, worker).said.hash
     return state if opens else CHANGED
 
-# %% ../../nbs/rounds/06_rounds.ipynb #a42bef99
+# %% ../../nbs/rounds/06_rounds.ipynb #29562e6f
 @patch
 def _loss(self: Validator, round: int, drawn: np.ndarray, state: State) -> float:
     "Of the model with some target experts; kept."
     inputs = dict(samples=drawn.tolist(), state=digest_state(state), model=self.task.model)
-    build = lambda partial: dict(loss=float(self.evaluator.loss(state, drawn)))
+    build = lambda partial: dict(loss=float(self.evaluator.loss(state, drawn.tolist())))
     folder = keep(self.home(round) / "losses", "loss", inputs, build)
     return read_manifest(folder, "loss")["facts"]["loss"]
 
@@ -513,7 +516,7 @@ def _outcome(self: Validator, round: int) -> str:
     self.say("outcome", round, said, dict(zip((STATE, MOMENTUM), after)))
     return ""
 
-# %% ../../nbs/rounds/06_rounds.ipynb #838a5404
+# %% ../../nbs/rounds/06_rounds.ipynb #61b6636c
 @patch
 def _unsettled(self: Validator, round: int) -> str:
     "What is missing of an outcome. ValueError if nothing is missing, and there is no majority."
@@ -530,7 +533,10 @@ def _unsettled(self: Validator, round: int) -> str:
 @patch
 def _check_agreed(self: Validator, round: int) -> None:
     "ValueError if the others have settled what does not follow from the files that are here."
-    mine, theirs = self.said("outcome", round).said, self.ledger.settled(round).said
+    said = self.said("outcome", round) if round >= 0 else None
+    if said is None:
+        return
+    mine, theirs = said.said, self.ledger.settled(round).said
     if not mine.void and not theirs.void and mine != theirs:
         raise ValueError(
             f"round {round}: a majority has settled another outcome than {self.name} finds. "
@@ -602,7 +608,7 @@ class Rehearsal:
         "What was said, as the first validator has it."
         return self.validators[0].ledger
 
-# %% ../../nbs/rounds/06_rounds.ipynb #73457e36
+# %% ../../nbs/rounds/06_rounds.ipynb #326ecf98
 def rehearse(
     folder: str | Path,  # where members and board are to be
     evaluator: Evaluator,  # of all validators
@@ -625,7 +631,7 @@ def rehearse(
     listed = [{name: texts[name] for name in names} for names in (judges, workers)]
     held_out = HeldOut(evaluator.pool, samples, drawn)
     given = types_of(start), digest_state(start), held_out, *listed, [*points], outer
-    task = Task("rehearsal", evaluator.model, *given)
+    task = Task("rehearsal", evaluator.fingerprint, *given)
     board = Board(task, Path(folder, "board"))
     if not (board.place / "task").exists():
         post_task(task, board.place, judges[0], homes[judges[0]] / "keys/private.pem")

@@ -38,21 +38,21 @@ def draw(
     drawn = sorted(range(held_out.samples), key=number)[: held_out.drawn]
     return np.array(sorted(drawn), dtype=np.int64)
 
-# %% ../../nbs/rounds/04_scoring.ipynb #46838eb0
+# %% ../../nbs/rounds/04_scoring.ipynb #9dbcf9df
 class Evaluator(Protocol):
     "A model with a held-out pool, as a validator has it."
 
-    model: str  # fingerprint of the model, as the task has it
+    fingerprint: str  # of the model, as the task has it
     pool: str  # fingerprint of the held-out pool, as the task has it
 
     def loss(
         self,
         state: State,  # target experts to put into the model
-        samples: np.ndarray,  # int64, numbers of held-out samples
+        samples: list[int],  # numbers of held-out samples
     ) -> float:  # mean loss in nats, or whatever is to become small
         "Of the model with these target experts."
 
-# %% ../../nbs/rounds/04_scoring.ipynb #95b3d007
+# %% ../../nbs/rounds/04_scoring.ipynb #77de8dbf
 class Digits:
     """Least squares on handwritten digits. The first images are for training, and the rest is held
     out."""
@@ -63,7 +63,7 @@ class Digits:
         data = load_digits()
         self.pixels = torch.tensor(data.data / 16, dtype=torch.float64)  # [1797, 64]
         self.labels = torch.tensor(data.target)  # [1797]
-        self.model, self.pool = digest("least squares"), digest(data.data.tolist())
+        self.fingerprint, self.pool = digest("least squares"), digest(data.data.tolist())
         self.start = {
             "0.0.weight": torch.zeros(10, 64),
             "0.0.bias": torch.full([10], 0.1),
@@ -80,7 +80,7 @@ class Digits:
         found = self.pixels[rows] @ state["0.0.weight"].double().T + state["0.0.bias"].double()
         return (found - torch.eye(10, dtype=torch.float64)[labels[rows]]).square().sum(1)
 
-    def loss(self, state: State, samples: np.ndarray) -> float:
+    def loss(self, state: State, samples: list[int]) -> float:
         "As every `Evaluator`."
         return self.losses(state, self.TRAIN + np.asarray(samples)).mean().item()
 

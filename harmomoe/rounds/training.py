@@ -302,11 +302,13 @@ class TargetLoss:
         data: Dataset,  # held out; columns of `SEEN`, and `class_name` or `label`
         label_space: list[str],  # class names that the loss compares
         targets: Targets,
+        pool: str = "",  # fingerprint of the data, by which a task knows it
     ):
         self.model, self.data, self.label_space = model, data, label_space
         self.view = RoutedExperts(model.backbone)
         self.targets = self.view.check_targets(targets)
         self.fingerprint = self.view.anchor(self.targets)  # of all that states do not change
+        self.pool = pool
 
     @torch.no_grad()
     def loss(
