@@ -240,7 +240,7 @@ class Task:
         "Of everything that it says."
         return digest(asdict(self))
 
-# %% ../../nbs/rounds/03_messages.ipynb #5a21a71b
+# %% ../../nbs/rounds/03_messages.ipynb #ef6fd3f6
 def _check_names(tensors: dict) -> None:
     "ValueError for names of tensors that could mislead a reader, and for too many of them."
     odd = [name for name in tensors if not re.fullmatch(TENSOR_NAME, name)]
@@ -255,7 +255,15 @@ def _check_hashes(**fields: str) -> None:
         if not re.fullmatch("[0-9a-f]{64}", value):
             raise ValueError(f"{name} is {value[:80]!r}, but must be 64 hexadecimal digits")
 
-# %% ../../nbs/rounds/03_messages.ipynb #fb49a512
+
+def _check_listed(*lists: dict[str, str]) -> None:
+    "ValueError for what members cannot be called, and for what is no SHA-256."
+    for listed in lists:
+        for name, value in listed.items():
+            check_name(name)
+            _check_hashes(**{name: value})
+
+# %% ../../nbs/rounds/03_messages.ipynb #2344c357
 @dataclass(frozen=True)
 class Commitment:
     "A worker has trained, and cannot change any more what it will reveal."
@@ -276,7 +284,8 @@ class Snapshot:
     hash: str  # `lot_hash` of the number that it will reveal
 
     def __post_init__(self):
-        _check_hashes(hash=self.hash, **self.commitments)
+        _check_hashes(hash=self.hash)
+        _check_listed(self.commitments)
 
 
 @dataclass(frozen=True)
@@ -289,7 +298,7 @@ class Reveal:
     def __post_init__(self):
         _check_hashes(nonce=self.nonce)
 
-# %% ../../nbs/rounds/03_messages.ipynb #76aa5961
+# %% ../../nbs/rounds/03_messages.ipynb #fc4153a2
 @dataclass(frozen=True)
 class Lot:
     "A validator's part of the draw, and the list with which it closes the window for reveals."
@@ -300,7 +309,8 @@ class Lot:
     reveals: dict[str, str]  # worker -> digest of its reveal's message
 
     def __post_init__(self):
-        _check_hashes(lot=self.lot, **self.snapshots, **self.reveals)
+        _check_hashes(lot=self.lot)
+        _check_listed(self.snapshots, self.reveals)
 
 
 @dataclass(frozen=True)
@@ -316,7 +326,7 @@ class Score:
         if len(self.reason) > 40 or not self.reason.isprintable():
             raise ValueError("reason must be one line of at most 40 characters")
 
-# %% ../../nbs/rounds/03_messages.ipynb #d04c2a31
+# %% ../../nbs/rounds/03_messages.ipynb #90d56965
 @dataclass(frozen=True)
 class Scores:
     "What a validator found of all submissions of a round."
@@ -327,7 +337,9 @@ class Scores:
     lots: dict[str, str]  # validator -> digest of the lot's message that it saw
 
     def __post_init__(self):
-        _check_hashes(**self.lots)
+        _check_listed(self.lots)
+        for name in self.scores:
+            check_name(name)
 
 
 @dataclass(frozen=True)
@@ -345,7 +357,8 @@ class Outcome:
     momentum: str  # `digest_state` of the outer optimiser's
 
     def __post_init__(self):
-        _check_hashes(state=self.state, momentum=self.momentum, **self.scores)
+        _check_hashes(state=self.state, momentum=self.momentum)
+        _check_listed(self.scores)
 
 # %% ../../nbs/rounds/03_messages.ipynb #615d2607
 def commitment_hash(
@@ -561,7 +574,7 @@ def fetch_task(
         facts = read_json(AnyManifest, copy / MANIFEST, trusted=False).facts
         return parse(Task, parse(Facts, facts, f"{at}: facts").said, f"{at}: said")
 
-# %% ../../nbs/rounds/03_messages.ipynb #db9559e9
+# %% ../../nbs/rounds/03_messages.ipynb #d4e19236
 @dataclass(frozen=True)
 class Board:
     "Where messages of a task are."
@@ -572,6 +585,10 @@ class Board:
     def _at(self, kind: str, round: int, author: str = "") -> str:
         place = f"{str(self.place).rstrip('/')}/round-{round:06d}"
         return f"{place}/{kind}-{author}" if author else place
+
+    def _limits(self, kind: str) -> tuple[int, int]:  # bytes, and number of files
+        states = len(KINDS[kind][1])
+        return 2 * JSON_BYTES + states * _most(momentum_types(self.task)), 2 + states
 
     def authors(
         self,
@@ -586,7 +603,7 @@ class Board:
         found = [re.fullmatch(rf"{kind}-({NAME})", place.rpartition("/")[2]) for place in folders]
         return sorted(match[1] for match in found if match)
 
-# %% ../../nbs/rounds/03_messages.ipynb #920b735e
+# %% ../../nbs/rounds/03_messages.ipynb #328f44ab
 @patch
 def fetch(
     self: Board,
@@ -598,16 +615,14 @@ def fetch(
     """Copy and read a message. Raises as `fetch_folder` and `read_message`; then no copy is
     left."""
     check_name(author)
-    states = len(KINDS[kind][1])
-    limit = 2 * JSON_BYTES + states * _most(momentum_types(self.task))
-    fetch_folder(self._at(kind, round, author), into, limit, most=2 + states)
+    fetch_folder(self._at(kind, round, author), into, *self._limits(kind))
     try:
         return read_message(into, self.task, kind, round, author)
     except (FileNotFoundError, ValueError):
         shutil.rmtree(into)
         raise
 
-# %% ../../nbs/rounds/03_messages.ipynb #3f5411e6
+# %% ../../nbs/rounds/03_messages.ipynb #991474f6
 @patch
 def post(
     self: Board,
@@ -619,7 +634,8 @@ def post(
     if message.author in self.authors(message.kind, message.round):
         with TemporaryDirectory() as folder:
             try:
-                there = fetch_folder(place, Path(folder, "copy"), 1 << 40, most=4) / MANIFEST
+                given = place, Path(folder, "copy"), *self._limits(message.kind)
+                there = fetch_folder(*given) / MANIFEST
                 same = there.is_file() and sha256_file(there) == message.digest
             except FileNotFoundError:
                 there, same = None, False

@@ -191,6 +191,11 @@ def test_tasks_that_cannot_be_are_refused(change, message, task):
         replace(task, **change)
 
 
+def test_members_may_be_called_like_a_field():
+    assert Lot(A, {"lot": A, "self": A}, {"lot": B}).lot == A
+    assert Snapshot({"hash": A, "name": B}, B).hash == B
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -207,6 +212,10 @@ def test_tasks_that_cannot_be_are_refused(change, message, task):
         (lambda: Score(0.0, "a\nb"), "reason"),
         (lambda: Commitment("A" * 64), "hash"),
         (lambda: Lot(A, {"vera": "b"}, {}), "vera"),
+        (lambda: Lot(A, {"../../x": A}, {}), "name"),
+        (lambda: Snapshot({"a/b": A}, B), "name"),
+        (lambda: Scores(1.0, {"..": Score(0.0)}, {}), "name"),
+        (lambda: Outcome(False, {"": A}, {}, {}, {}, {}, A, B), "name"),
     ],
 )
 def test_fields_that_cannot_be_are_refused(make, message):
