@@ -161,7 +161,7 @@ def test_second_run_computes_nothing_and_gives_the_same_table(again, run):
 def test_run_with_another_context_reuses_the_experts_and_writes_with_a_cache(again, run):
     settings = "router.context=prompt, router.form=moments, router.lam=0.7"
     space, built = run(again, settings, methods="")
-    both = 2 * ["routing", "routing", "claim"]  # the paper's form, too, for another router
+    both = 2 * ["routing", "claim"]
     assert sorted(built) == sorted(["means", *both, "model", "harmomoe"])
     assert list(table(again)[1]) == ["harmomoe"]
     assert space["unified"].settings.context == "prompt"
