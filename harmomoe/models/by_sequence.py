@@ -9,7 +9,6 @@ __all__ = ['SEED', 'SwitchedLinear', 'Plan', 'MixedSublayer', 'SequenceFacts', '
 
 # %% ../../nbs/models/11_by_sequence.ipynb #cd6de6b7
 import itertools
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,11 +22,12 @@ from fastcore.basics import patch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..base.schema import STRICT, check_names, read_tensors
+from ..base.schema import STRICT, read_tensors
 from .decoder import log_likelihoods
 from .model import Model
 from .seed import Seed, Task
 from .training import check_finite
+from .unified import check_experts
 from .weights import open_seed
 
 # %% ../../nbs/models/11_by_sequence.ipynb #3988848f
@@ -158,14 +158,7 @@ class SequenceFacts:
     attention: list[str] = field(default_factory=list)
 
     def __post_init__(self):
-        if not 0 < len(self.experts) == len(self.ranks) == len(self.scales):
-            raise ValueError("experts, ranks and scales must be as many, and at least one")
-        if min(self.ranks) < 0 or not all(0 <= scale < math.inf for scale in self.scales):
-            raise ValueError("ranks and scales must be finite, and not be negative")
-        pairs = list(zip(self.experts, self.ranks))
-        if ("seed", 0) in pairs:
-            pairs.remove(("seed", 0))
-        check_names(name for name, _ in pairs)
+        check_experts(self.experts, self.ranks, self.scales)
         if not 1 <= self.top_k <= len(self.experts):
             known = f"1 to {len(self.experts)}, the number of experts"
             raise ValueError(f"top_k is {self.top_k}, but must be {known}")

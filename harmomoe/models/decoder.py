@@ -61,9 +61,13 @@ class DecoderSeed(Seed):
         max_length: int = 512,  # tokens of a text
         device: str = "cpu",  # torch device
     ):
-        _check_reading(name, tokenizer, scoring, loss_on, max_length)
         self.ffn, self.layers = find_ffns(model, (GATED_FFN,))
         self.attention, self.attention_maps = find_attention(model, self.layers)
+        self._hold(model, tokenizer, name, scoring, loss_on, max_length, device)
+
+    def _hold(self, model, tokenizer, name, scoring, loss_on, max_length, device) -> None:
+        "What every language model is, whatever its layers."
+        _check_reading(name, tokenizer, scoring, loss_on, max_length)
         self.model = model.eval().requires_grad_(False).to(device)
         self.tokenizer, self.name, self.device = tokenizer, name, torch.device(device)
         self.scoring, self.loss_on = scoring, loss_on

@@ -303,9 +303,9 @@ class _Run:
             if self.accelerator.sync_gradients:
                 add_gradients(self.parameters.values())
                 self.step += 1
-                share = min(1.0, self.step / max(1, self.training.warmup_steps))
+                warm = min(1.0, self.step / max(1, self.training.warmup_steps))
                 for group in self.optimizer.param_groups:
-                    group["lr"] = group["factor"] * self.training.learning_rate * share
+                    group["lr"] = group["factor"] * self.training.learning_rate * warm
                 if self.training.clip:
                     nn.utils.clip_grad_norm_(self.parameters.values(), self.training.clip)
             self.optimizer.step()

@@ -403,9 +403,8 @@ class LowRankMoE(LowRankExperts):
             slots = [self._own(p, z.dtype) for p in experts[0].tolist()]
         else:
             way, tables = _apart if may_look else _in_tiles, (self.a(z.dtype), self.b(z.dtype))
-            # an exported program is to take batches of any size, and must not choose by this one
             if torch.compiler.is_exporting() or masked_is_shorter(len(tokens), self.ranks):
-                way = _masked
+                way = _masked  # as exported programs must, for batches of any size
             slots = [way(self, *tables, chosen) for chosen in experts.unbind(-1)]
         return _mixture(self, tokens, weights, slots, base).view_as(z)
 

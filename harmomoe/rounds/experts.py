@@ -343,7 +343,7 @@ def anchor(
 # %% ../../nbs/rounds/00_experts.ipynb #134b88cc
 class MixtureSeed(DecoderSeed):
     """A Mixture-of-Experts language model of transformers, to read texts with. Raises `ValueError`
-    for a model without routed experts and a tokenizer without offsets."""
+    for a model without routed experts, and as `DecoderSeed`."""
 
     def __init__(
         self,
@@ -355,16 +355,8 @@ class MixtureSeed(DecoderSeed):
         max_length: int = 512,
         device: str = "cpu",  # torch device
     ):
-        if not tokenizer.is_fast:
-            raise ValueError(f"{name} needs a fast tokenizer, which knows offsets.")
         self.layers = [layer.path for layer in find_layers(model)]
-        self.model = model.eval().requires_grad_(False).to(device)
-        self.tokenizer, self.name, self.device = tokenizer, name, torch.device(device)
-        self.scoring, self.loss_on = scoring, loss_on
-        self.max_length = min(max_length, model.config.max_position_embeddings)
-        self.embedding_size = model.config.hidden_size
-        known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        self.padding = next(token for token in known if token is not None)
+        self._hold(model, tokenizer, name, scoring, loss_on, max_length, device)
 
 # %% ../../nbs/rounds/00_experts.ipynb #dc9f1f5b
 def open_mixture(
