@@ -214,3 +214,12 @@ def test_saved_and_opened(family, tmp_path):
     assert all(torch.equal(state[name], x) for name, x in view.state(every).items())
     copied = copy.deepcopy(again)
     assert copied.identity == again.identity
+
+
+@pytest.mark.parametrize(
+    "wrong", [dict(scoring="best"), dict(loss_on="some"), dict(max_length=1)], ids=str
+)
+def test_mixture_is_read_only_in_ways_that_there_are(wrong):
+    seed = untrained_mixture(tokenizer())
+    with pytest.raises(ValueError, match=next(iter(wrong)).partition("_")[0]):
+        MixtureSeed(seed.model, seed.tokenizer, "mixture", **wrong)
