@@ -236,6 +236,8 @@ def told(self: Config) -> dict:
 
 # fields that were added after settings had been written to files -> what was so without them
 LATER = {"routing.method": "logistic", "privacy": asdict(Privacy())}
+LATER |= {f"{stage}.schedule": "constant" for stage in ("expert", "gate", "finetune")}
+LATER |= {"router.looking": 1.0, "router.least_share": 0.0}
 
 # %% ../../nbs/config/00_settings.ipynb #ab28f1a2
 def _check_guarantee(config: Config) -> None:
@@ -261,7 +263,9 @@ _ADAMW = dict(optimizer="adamw", weight_decay=0.0)
 _GATED = dict(
     gate=GateSettings(epochs=3),
     routing=RoutingSettings(2000),
-    router=RouterSettings(top_k=2, norm_topk_prob=True, form="evidence", seed_logit=-4.0),
+    router=RouterSettings(
+        top_k=2, norm_topk_prob=True, form="evidence", seed_logit=-4.0, least_share=0.01
+    ),
 )
 _FADING = dict(form="logistic", context="prefix", horizon=32.0, seed_logit=-0.5, lam=1.0)
 _PREFIX = RouterSettings(top_k=2, norm_topk_prob=True, **_FADING)

@@ -279,7 +279,7 @@ def evidence_routing(
     label = np.arange(positives.shape[1] + negatives.shape[1]) < positives.shape[1]
     vectors, biases = [], []
     for private, public, *units in zip(positives, negatives, center, scale):
-        x = with_squares(torch.cat([private, public]), *units).double().numpy()
+        x = with_squares(torch.cat([private, public]), *units).numpy()  # float32 is enough
         model = LogisticRegression(C=1 / (penalty * len(x)), class_weight="balanced", max_iter=1000)
         model.fit(x, label)
         vectors.append(torch.tensor(model.coef_[0]))

@@ -43,7 +43,11 @@ def token_moments(
 ) -> Tensor:  # [B, 2 d]
     """Mean and standard deviation over each sample's real tokens, by the mean of the squares. It is
     faster than `token_spread`; in float32 0.4 % off where the mean is 100 times the deviation."""
-    mean, square = token_mean(z, mask), token_mean(z * z, mask)
+    if mask is None:  # products with a vector, which are faster than means
+        even = z.new_full((1, z.shape[1]), 1 / z.shape[1])
+        mean, square = ((even @ x)[:, 0] for x in (z, z * z))
+    else:
+        mean, square = token_mean(z, mask), token_mean(z * z, mask)
     return torch.cat([mean, ((square - mean * mean).clamp(min=0) + 1e-6).sqrt()], -1)
 
 

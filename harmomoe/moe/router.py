@@ -38,6 +38,7 @@ class RouterParameters(nn.Module):
         # float32 [E], initial b_p; None leaves them out, as the paper does
         biases: Tensor | None = None,
         horizon: float = 0.0,  # tokens after which a prefix counts e times less; 0: it never does
+        least_share: float = 0.0,  # without gradients, experts with less of a weight get none of it
     ):
         super().__init__()
         if not 1 <= top_k <= len(vectors):
@@ -50,6 +51,7 @@ class RouterParameters(nn.Module):
         self.biases = None if biases is None else nn.Parameter(biases.clone())
         self.lam = nn.Parameter(torch.tensor(float(lam)), requires_grad=learn_lam)
         self.top_k, self.norm_topk_prob, self.horizon = top_k, norm_topk_prob, horizon
+        self.least_share = least_share
         # the experts that take part: bool [E], or [B, E] for each sample of a pass; None: all do
         self.active: Tensor | None = None
         # added to the logits: float32 [E], or [B, E] for each sample of a pass; None: nothing is
@@ -116,6 +118,8 @@ class Router(RouterLogits):
     ) -> tuple[Tensor, Tensor]:  # weights [B, T, k] in falling order; their experts int64 [B, T, k]
         "The experts of each token and their weights. Raises `ValueError` as `probabilities`."
         weights, experts = self.probabilities(z, context, hidden).topk(self.top_k, dim=-1)
+        if self.least_share and not torch.is_grad_enabled():
+            weights = weights * (weights >= self.least_share * weights.sum(-1, keepdim=True))
         if self.active is not None or context.active is not None:
             # a sample with fewer than k members has its best expert again, with weight 0
             experts = experts.where(weights > 0, experts[..., :1])
@@ -138,13 +142,17 @@ class EvidenceParameters(Router):
         norm_topk_prob: bool = False,  # divide the chosen probabilities by their sum
         biases: Tensor | None = None,  # float32 [E], initial b_p; None are zeros
         earlier: Router | None = None,  # the router of the layer before; None for the first layer
+        follows: bool = False,  # whether it says what that one said, and does not look itself
+        least_share: float = 0.0,  # as in `RouterParameters`
     ):
         biases = torch.zeros(len(vectors)) if biases is None else biases
-        super().__init__(vectors, top_k, 1.0, False, norm_topk_prob, biases)
+        known = dict(biases=biases, least_share=least_share)
+        super().__init__(vectors, top_k, 1.0, False, norm_topk_prob, **known)
         # of the public pool in the seed, for each statistic: mean and standard deviation
         self.register_buffer("center", torch.zeros(vectors.shape[1] // 2))
         self.register_buffer("scale", torch.ones(vectors.shape[1] // 2))
-        self.looks = 1 if earlier is None else earlier.looks + 1
+        self.looks = (0 if earlier is None else earlier.looks) + (not follows)
+        self.follows = follows
         self.earlier = [] if earlier is None else [earlier]  # in a list: it is no part of this one
         # [B, 1, E], sum of all looks so far in the last pass, for the next layer
         self.total: Tensor | None = None
@@ -171,8 +179,10 @@ class EvidenceRouter(EvidenceParameters):
     def logits(self, z: Tensor, context: Context, hidden: Tensor | None = None) -> Tensor:
         """Lambda, for every token the same: [B, T, E]. Raises `ValueError` if the router of the
         layer before has not seen this batch."""
-        none = z.new_zeros(*z.shape[:2], len(self.vectors))
-        total = context.mean(none, lambda mask: self.look(z, hidden, mask))
+        total = z.new_zeros(len(z), 1, len(self.vectors))
+        if not self.follows:
+            none = total.expand(-1, z.shape[1], -1)
+            total = context.mean(none, lambda mask: self.look(z, hidden, mask))
         for router in self.earlier:
             if router.total is None or router.total.shape[0] != total.shape[0]:
                 raise ValueError(
@@ -181,7 +191,7 @@ class EvidenceRouter(EvidenceParameters):
                 )
             total = total + router.total.to(total.device)
         self.total = total
-        return (total / self.looks).expand_as(none)
+        return (total / self.looks).expand(-1, z.shape[1], -1)
 
 # %% ../../nbs/moe/02_router.ipynb #88b8d64d
 @dataclass(frozen=True)
@@ -321,9 +331,24 @@ class RouterSettings:
     # of a prefix, and of nothing else: tokens after which what it told counts e times less; 0: it
     # never does
     horizon: Annotated[float, Within(0, 10**6)] = 0.0
+    # of the form "evidence": share of the layers that look at a sample, from the first on; the
+    # others decide as the last of these
+    looking: Annotated[float, Within(0, 1, without=0)] = 1.0
+    # outside of training, experts with less than this share of a token's weight are left out
+    least_share: Annotated[float, Within(0, 1, without=1)] = 0.0
 
     def __post_init__(self):
         check_fields(self)
+        if self.looking < 1 and self.form != "evidence":
+            raise ValueError(
+                f"looking is {self.looking}, but with form={self.form!r} every layer decides by "
+                "itself: leave it at 1, or choose 'evidence'."
+            )
+        if self.least_share * self.top_k > 1:
+            raise ValueError(
+                f"least_share is {self.least_share}, but of {self.top_k} experts (top_k) maybe none "
+                f"has as much of a token's weight: choose at most {1 / self.top_k:.2g}."
+            )
         if self.context == "prefix" and FORMS[self.sent_form][0] > 1:
             raise ValueError(
                 f"form is {self.form!r}, which needs the whole sequence: choose 'logistic' or "

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from harmomoe.moe.context import Context
 from harmomoe.moe.ffn import GATED_FFN
-from harmomoe.moe.layer import insert_experts
+from harmomoe.moe.layer import _is_plain, insert_experts, merging_is_shorter
 from harmomoe.moe.router import RouterSettings
 
 RANKS, SCALES = [0, 4, 8, 2], [0.0, 2.0, 1.0, 0.5]
@@ -69,6 +69,18 @@ def alone(layer, z, each=EACH):
     return torch.stack(found)
 
 
+def each_expert(layer, z):
+    "What every expert makes of all tokens, [E, B, T, d], by a matrix of its own."
+    found = []
+    for p in range(len(RANKS)):
+        ffn, mine = copy.deepcopy(layer.ffn), layer.owner == p
+        for name in layer.layout.linears:
+            change = layer.b[name][mine].T @ layer.a[name][mine]
+            getattr(ffn, name).weight += SCALES[p] * change
+        found.append(ffn(z))
+    return torch.stack(found)
+
+
 def close(found, expected, tolerance):
     return (found - expected).abs().max() <= tolerance * expected.abs().max()
 
@@ -97,14 +109,9 @@ def test_a_router_that_looks_at_hidden_activations_changes_no_expert(top_k, toke
     )
     layer.tile = 50
     found, hidden = layer(z), F.silu(layer.ffn.gate_proj(z)) * layer.ffn.up_proj(z)
-    pi, expected = layer.router.probabilities(z, Context(), hidden), 0.0
+    pi = layer.router.probabilities(z, Context(), hidden)
     pi = torch.where(pi >= pi.topk(top_k, dim=-1).values[..., -1:], pi, 0.0)
-    for p in range(len(RANKS)):
-        ffn, mine = copy.deepcopy(layer.ffn), layer.owner == p
-        for name in layer.layout.linears:
-            change = layer.b[name][mine].T @ layer.a[name][mine]
-            getattr(ffn, name).weight += SCALES[p] * change
-        expected = expected + pi[..., p, None] * ffn(z)
+    expected = torch.einsum("...e,e...d->...d", pi, each_expert(layer, z))
     assert close(found, expected, 1e-10) and torch.equal(layer(z), found)
 
 
@@ -194,3 +201,71 @@ def test_compiled_in_one_piece():
     layer.router.active = EACH
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     assert torch.equal(compiled(z), layer(z))
+
+
+@torch.no_grad()
+@tokens
+@pytest.mark.parametrize("router", [dict(top_k=2), dict(top_k=3, norm_topk_prob=True)], ids=str)
+@pytest.mark.parametrize("form", ["mean", "evidence"])
+def test_experts_with_too_small_a_share_are_left_out(form, router, tokens):
+    layer, z = new_layer(torch.float64, **router, form=form), samples(tokens, torch.float64)
+    layer.router.vectors *= 0.05  # so that no expert is sure of everything
+    hidden = F.silu(layer.ffn.gate_proj(z)) * layer.ffn.up_proj(z)
+    pi = layer.router.probabilities(z, Context(), hidden)
+    pi = torch.where(pi >= pi.topk(router["top_k"], dim=-1).values[..., -1:], pi, 0.0)
+    share = pi / pi.sum(-1, keepdim=True)
+    limit = share.masked_fill(share == 0, 1).amin(-1).median().item()
+    kept = torch.where(share >= limit, pi, 0.0)
+    if router.get("norm_topk_prob"):
+        kept = kept / kept.sum(-1, keepdim=True)
+    expected = torch.einsum("...e,e...d->...d", kept, each_expert(layer, z))
+    whole, layer.router.least_share = layer(z), limit
+    assert close(layer(z), expected, 1e-10)
+    with torch.enable_grad():  # while it learns, all are asked
+        assert close(layer(z), whole, 1e-10) and not close(whole, expected, 1e-4)
+
+
+@torch.no_grad()
+def test_layers_that_do_not_look_decide_as_the_last_that_did():
+    torch.manual_seed(0)
+    size = dict(hidden_size=16, intermediate_size=24, num_attention_heads=2)
+    paths = [f"layer{number}" for number in range(3)]
+    model = nn.ModuleDict({path: LlamaMLP(LlamaConfig(**size)) for path in paths})
+    settings = RouterSettings(top_k=2, form="evidence", looking=0.5)
+    insert_experts(model, paths, GATED_FFN, RANKS, SCALES, settings)
+    layers, z, asked = [model[path] for path in paths], samples(30), []
+    for layer in layers:
+        for p in (*layer.a.values(), *layer.b.values(), layer.router.vectors):
+            p.normal_(std=0.3)
+        layer.router.register_forward_hook(lambda router, x, y: asked.append((x, y)))
+    for layer in layers:
+        layer(z)
+    assert [router.follows for router in (layer.router for layer in layers)] == [False, False, True]
+    (first, one), (second, two), (third, three) = asked
+    assert first[2] is not None and second[2] is not None and third[2] is None
+    assert all(torch.equal(a, b) for a, b in zip(two, three))
+    assert not torch.equal(one[0], two[0])
+    with pytest.raises(ValueError, match="has not seen this batch"):
+        layers[2](z[:4])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_matrix_of_their_own_gives_large_groups_the_same(bias):
+    layer, z = new_layer(torch.float64), samples(120, torch.float64)
+    if not bias:
+        for name in layer.layout.linears:
+            getattr(layer.ffn, name).bias = None
+    weights, experts = layer.router(z)
+    chosen = each_expert(layer, z).permute(1, 2, 0, 3)
+    chosen = chosen.gather(2, experts[..., None].expand(-1, -1, 1, z.shape[-1]))[:, :, 0]
+    assert close(layer(z), weights * chosen, 1e-12)
+    linear = layer.ffn.gate_proj
+    assert merging_is_shorter(len(z) * 120 // len(RANKS), *linear.weight.shape)
+    heard = linear.register_forward_hook(lambda *_: None)  # a map that somebody listens to
+    assert _is_plain(layer.ffn.up_proj, z) and not _is_plain(linear, z)
+    assert close(layer(z), weights * chosen, 1e-12)
+    heard.remove()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not _is_plain(linear, z.float())
+        assert close(layer.float()(z.float()), (weights * chosen).float(), 3e-2)
