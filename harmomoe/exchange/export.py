@@ -26,6 +26,7 @@ from ..models.evaluate import measure
 from ..models.model import Model
 from ..models.unified import UnifiedModel
 from ..moe.layer import LowRankMoE
+from ..moe.merged import changed_weight
 from ..moe.router import EvidenceRouter
 
 # %% ../../nbs/exchange/02_export.ipynb #3c0823e0
@@ -74,17 +75,10 @@ def save_adapters(
     return {name: Path(folder, name) for name in chosen}
 
 # %% ../../nbs/exchange/02_export.ipynb #eefd89ba
-@torch.no_grad()
-def _changed(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-    "W + B A, scaled row by row of A; added up in float32 and rounded to the type of W."
-    a, b = (x.to(torch.promote_types(weight.dtype, torch.float32)) for x in (a, b))
-    return (weight + b @ (scale[:, None] * a)).to(weight.dtype)
-
-
 def _merged(layer: LowRankMoE, expert: int, linear: str) -> Tensor:
     "The expert's own weight matrix."
     weight, scale = getattr(layer.ffn, linear).weight, layer.scale[layer.owner == expert]
-    return _changed(weight, *_factors(layer, expert, linear), scale)
+    return changed_weight(weight, *_factors(layer, expert, linear), scale)
 
 
 @torch.no_grad()
@@ -97,7 +91,7 @@ def dense_expert(
     scale = model.layers[0].scale[model.layers[0].owner == expert]
     for (path, linear), (a, b) in _all_factors(model, name).items():
         weight = backbone.get_submodule(path).get_submodule(linear).weight
-        weight.copy_(_changed(weight, a, b, scale))
+        weight.copy_(changed_weight(weight, a, b, scale))
     return backbone
 
 # %% ../../nbs/exchange/02_export.ipynb #f571d5d6

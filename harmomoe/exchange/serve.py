@@ -25,7 +25,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
 
 from ..base.process import seeded
 from ..base.schema import JSON_BYTES, one_line, parse
@@ -158,10 +164,12 @@ class Served:
         model: HarmoMoEForCausalLM,
         tokenizer: PreTrainedTokenizerBase,
         name: str,  # what clients call it
+        merged: bool = False,  # whether each answer is written with weights of its own
     ):
         self.model, self.tokenizer, self.name = model.eval(), tokenizer, name
-        if model.config.router["context"] == "sequence":
-            model.generation_config.use_cache = False  # it could not write with one
+        self.merged = merged
+        if merged or model.config.router["context"] == "sequence":
+            model.generation_config.use_cache = merged  # a mixture could not write with one
         self.lock, self.since = threading.Lock(), int(time.time())
 
     def members(
@@ -216,14 +224,18 @@ def write(
     how = sampling(request) | dict(max_new_tokens=int(min(request.length, room)))
     if request.stops:
         how |= dict(stop_strings=request.stops, tokenizer=served.tokenizer)
+    if served.merged:
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        how |= dict(merged=True, past_key_values=cache)
     drawn = nullcontext() if request.seed is None else seeded(request.seed)
     with served.lock, drawn, torch.inference_mode():
         tokens = model.generate(**asked, **how, streamer=speaker)
         shares = None
         if request.expert_shares:
             mask, members = asked["attention_mask"], asked["members"]
-            found = model.expert_shares(tokens, mask, read, members)[0].tolist()
-            shares = dict(zip(model.config.experts, found))
+            given = tokens, mask, read, members
+            found = cache.merged.mean if served.merged else model.expert_shares(*given)[0]
+            shares = dict(zip(model.config.experts, found.tolist()))
     new = tokens.shape[1] - read
     ended = speaker.stopped or has_ended(model, tokens)
     full = new == how["max_new_tokens"] and not ended
@@ -412,6 +424,7 @@ def open_served(
     device: str = "cpu",  # torch device
     dtype: str | None = None,  # of computing, such as "bfloat16"; None: as saved
     chat_template: str | None = None,  # file with a chat template; None: that of the tokenizer
+    merged: bool = False,  # whether each answer is written with weights of its own
 ) -> Served:
     "A model, ready to answer. Raises `ValueError` if it is not a unified language model."
     if Path(folder, FILE).is_file():
@@ -425,7 +438,7 @@ def open_served(
         raise ValueError(f"{folder} is a {type(model).__name__}: `transformers serve` serves it.")
     if chat_template:
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-    return Served(model.to(device), tokenizer, name or Path(folder).resolve().name)
+    return Served(model.to(device), tokenizer, name or Path(folder).resolve().name, merged)
 
 
 def new_server(
@@ -453,11 +466,15 @@ def main(
     parser.add_argument("--device", default="cpu", help="torch device (%(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--chat-template", metavar="FILE", help="instead of the tokenizer's")
-    given = parser.parse_args(arguments)
-    served = open_served(given.folder, given.name, given.device, given.dtype, given.chat_template)
-    with new_server(served, given.host, given.port) as server:
+    parser.add_argument(
+        "--merged", action="store_true", help="merge the experts anew for each answer"
+    )
+    given = vars(parser.parse_args(arguments))
+    host, port = given.pop("host"), given.pop("port")
+    served = open_served(**given)
+    with new_server(served, host, port) as server:
         members = ", ".join(served.model.config.experts)
-        address = f"http://{given.host}:{server.server_address[1]}/v1"
+        address = f"http://{host}:{server.server_address[1]}/v1"
         try:
             print(f"{served.name} ({members}) answers at {address}", flush=True)
             server.serve_forever()

@@ -16,16 +16,15 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi, ModelCardData
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..base.artefacts import atomic_directory
 from ..base.schema import one_line
 from ..models.decoder import DecoderSeed
 from ..models.training import check_finite
 from ..models.unified import UnifiedModel
-from ..moe.attention import LowRankLinear
-from ..moe.ffn import GATED_FFN, find_ffns
 from ..moe.language_model import HarmoMoEConfig, HarmoMoEForCausalLM
+from ..moe.merged import without_experts
 from ..moe.router import RouterSettings
 
 # %% ../../nbs/exchange/00_transformers.ipynb #75ffe852
@@ -168,24 +167,8 @@ def dense_seed(
 ) -> PreTrainedModel:  # shares all weights with `model`
     """The seed without experts. Raises `ValueError` if the model has more, or other, weights
     than it was made of."""
-    with torch.device("meta"):
-        dense = AutoModelForCausalLM.from_config(copy.deepcopy(model.config.text_config))
-    paths, expected = find_ffns(dense, (GATED_FFN,))[1], dense.state_dict().keys()
-    for name in [name for name, module in dense.named_modules() if not any(module.children())]:
-        parent, _, last = name.rpartition(".")
-        place = f"{parent}.ffn.{last}" if parent in paths else name
-        if isinstance(model.backbone.get_submodule(place), LowRankLinear):
-            place = f"{name}.linear"
-        dense.set_submodule(name, model.backbone.get_submodule(place))
+    dense = without_experts(model.backbone)
     dense.generation_config = copy.deepcopy(model.generation_config)
-    tensors = dense.state_dict()
-    empty = {name for name, tensor in tensors.items() if tensor.is_meta}
-    if odd := {*tensors} ^ {*expected} | empty:
-        raise ValueError(
-            f"the seed has {len(odd)} weights that are missing or do not belong, for example "
-            f"{min(odd)}. Merge adapters first, and load the model without quantisation and "
-            "offloading."
-        )
     return dense
 
 # %% ../../nbs/exchange/00_transformers.ipynb #873b2dc5

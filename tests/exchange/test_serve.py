@@ -17,7 +17,7 @@ from exchange.small_decoders import randomise
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 from transformers.utils.import_utils import is_serve_available
 
-from harmomoe.exchange.serve import Speaker, open_served
+from harmomoe.exchange.serve import Request, Speaker, open_served, write
 from harmomoe.exchange.transformers import save_transformers
 from harmomoe.models.unified import UnifiedModel
 from harmomoe.moe.router import RouterSettings
@@ -211,6 +211,24 @@ def test_shares_are_the_models(server, here):
     assert torch.allclose(torch.tensor([*found.values()]), expected, atol=1e-5)
 
 
+def test_each_answer_has_merged_weights_if_asked(unified, here, folder):
+    "One member alone is written as without; shares are those of the weights."
+    asked = dict(prompt="What do bees make?", max_tokens=12, temperature=0, expert_shares=True)
+    served = open_served(str(folder), merged=True)
+    before = {name: p.clone() for name, p in served.model.state_dict().items()}
+    for members in (["law"], ["medicine"], ["law", "medicine"]):
+        pieces = []
+        done = write(served, Request(**asked, members=members), pieces.append)
+        expected = written(here, asked["prompt"], members, merged=True)
+        assert "".join(pieces) == expected and done.new == 12
+        if len(members) == 1:
+            assert expected == written(here, asked["prompt"], members)
+            assert done.shares[members[0]] == 1
+        assert sum(done.shares.values()) == pytest.approx(1) and done.shares["seed"] == 0
+    now = served.model.state_dict()
+    assert all(torch.equal(now[name], p) for name, p in before.items())
+
+
 def test_requests_at_the_same_time_do_not_meet(server):
     ways = [["law"], ["medicine"], ["seed", "law"], None] * 2
     alone = [server.text(members=way, max_tokens=20) for way in ways]
@@ -330,7 +348,7 @@ def test_a_model_that_is_not_unified_is_refused(decoder, tmp_path):
 
 
 def test_without_a_chat_template_a_conversation_is_refused_with_a_way_out(unified, tmp_path):
-    from harmomoe.exchange.serve import Request, prompt_tokens
+    from harmomoe.exchange.serve import prompt_tokens
 
     tokenizer = unified.seed.tokenizer
     with pytest.raises(ValueError, match="--chat-template FILE"):

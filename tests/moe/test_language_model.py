@@ -1083,3 +1083,5 @@ def test_a_seed_of_8_bit_leaves_experts_and_routers_as_they_are(quantised, tmp_p
     assert written.shape == (2, 16)
     shares = small.expert_shares(written, mask, 9, how["members"]).cpu()
     assert shares[0].tolist() == [0, 1, 0] and shares[1, 1] == 0
+    with pytest.raises(ValueError, match="load the model without quantisation"):
+        small.generate(texts[1:], merged=True, **WHOLE)
