@@ -192,6 +192,12 @@ def test_passages_of_the_package_are_continued_and_measured_in_bits(parameters, 
     told = json.loads((tmp_path / "out" / "table.json").read_text())["accuracy"]["harmomoe"]
     assert told["rust"]["texts"] == 4 and told["joint"]["domains"]["rust"]["bits"] > 0
     assert space["best"]["highest"] == [] and len(space["said"]) == 60
+    assert told["rust"]["tokens"] >= told["rust"]["right"]
+    share = 100 * told["rust"]["right"] / told["rust"]["tokens"]
+    assert space["by_token"].loc["harmomoe", "rust"] == pytest.approx(share)
+    assert list(space["by_token"]) == header[1:]
+    # nobody asks a passage which class it is of
+    assert '"answer":"text"' not in (tmp_path / "out" / "report.html").read_text()
 
 
 # ---- what is refused

@@ -52,7 +52,7 @@ def ran(parameters, run_cells):
 
 def test_every_table_and_figure_is_there(ran, parameters):
     out = Path(parameters["out"])
-    tables = ABLATIONS | {"methods", "what-is-kept"}
+    tables = ABLATIONS | {"methods", "next-tokens", "what-is-kept"}
     assert {file.stem for file in out.glob("*.csv")} == tables | {"rates"}
     assert {file.stem for file in out.glob("*.png")} == FIGURES
     methods = pd.read_csv(out / "methods.csv", index_col="method")
@@ -60,6 +60,8 @@ def test_every_table_and_figure_is_there(ran, parameters):
     assert list(methods) == ["rust", "spanish", *overall, "against harmomoe", "paper"]
     assert methods[["rust", "spanish", *overall]].map(lambda text: "±" in text).all(axis=None)
     assert {*methods.index} == METHODS.keys() - MORE | {"harmomoe", PAPERS}
+    tokens = pd.read_csv(out / "next-tokens.csv", index_col="method")
+    assert [*tokens.index] == ran["order"] and list(tokens) == list(methods)[:-1]
     assert methods.loc["harmomoe", "paper"] == 74.42 and pd.isna(methods.loc["arrow", "paper"])
     for table in ABLATIONS:
         lines = pd.read_csv(out / f"{table}.csv", index_col="method")

@@ -182,7 +182,8 @@ def _routes(experiment: Experiment) -> list[list[dict]]:
     for domain in domains:
         size = len(domain.test) or len(domain.train)
         rows = _drawn(size, most, experiment.config.random_state)
-        found.append(_routed(model, domain, rows, domain is not benchmark.pool))
+        asked = domain is not benchmark.pool and len(domain.classes) > 1
+        found.append(_routed(model, domain, rows, asked))
     return found
 
 # %% ../../nbs/bench/04_report.ipynb #55e590cc

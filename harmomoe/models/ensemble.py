@@ -67,15 +67,17 @@ class Ensemble(Model):
 def scorer(
     self: Ensemble,
     classes: list[str],  # the label space, of two classes or more; or fewer, for plain text
-) -> Callable[[dict], Tensor]:  # batch -> log probabilities [B, C]
+) -> Callable[[dict], Tensor]:  # batch -> log probabilities [B, C]; of plain text as from `mixed`
     "Scores of the mean. Raises `ValueError` for images where there is nothing to choose from."
     plain = len(classes) < 2
     if plain and not self.seed.is_causal:
         raise ValueError("an ensemble averages probabilities of classes, of which it needs two.")
     task = self.seed.task(classes)
+    if plain:
+        return lambda batch: task.mixed(self.backbones, self.log_weights(batch), batch)
 
     def average(scores, log_weights):
-        members = torch.stack([s if plain else s.log_softmax(-1) for s in scores], 1)
+        members = torch.stack([s.log_softmax(-1) for s in scores], 1)
         return torch.logsumexp(members + log_weights[..., None], 1)
 
     def ask(answer, batch):

@@ -234,6 +234,8 @@ class BitsPerByte:
     nats_nats: float = 0.0  # of squared nats
     nats_bytes: float = 0.0  # of nats times bytes
     bytes_bytes: float = 0.0  # of squared bytes
+    right: int = 0  # of the tokens, how many were the most probable one at their place
+    tokens: int = 0  # how many had to be predicted; 0: they were not counted
 
     def __add__(self, other: "BitsPerByte") -> "BitsPerByte":
         return BitsPerByte(*map(operator.add, astuple(self), astuple(other)))
@@ -252,6 +254,11 @@ class BitsPerByte:
     def quality(self) -> float:
         "What is to be as large as possible: the negative of the bits."
         return -self.bits
+
+    @property
+    def next_token(self) -> Accuracy | None:
+        "How many tokens were the most probable ones; None if they were not counted."
+        return Accuracy(self.right, self.tokens) if self.tokens else None
 
 # %% ../../nbs/models/00_seed.ipynb #06011822
 @patch(as_prop=True)

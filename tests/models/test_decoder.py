@@ -303,8 +303,33 @@ def test_score_of_plain_text_is_the_log_likelihood_of_what_is_predicted(loss_on,
     seed = seed_of(family, loss_on=loss_on)
     for data in (REPLIES, QUESTIONS):  # a question is text, too
         found = scores(seed, data, [])
-        assert found.shape == (len(data), 1)
+        assert found.shape == (len(data), 2)
         assert close(found[:, 0], torch.tensor([*likelihoods(seed, data)]), atol=1e-3)
+
+
+@every_family
+@pytest.mark.parametrize("loss_on", ["answer", "all"])
+@torch.no_grad()
+def test_next_tokens_that_are_right_are_counted_as_one_text_after_the_other_says(loss_on, family):
+    "At every second place the most probable token is made the one that follows."
+    seed = seed_of(family, loss_on=loss_on)
+    batch, wanted = only(seed, REPLIES), []
+    for row, label in enumerate(batch["labels"]):
+        real = batch["attention_mask"][row] == 1
+        ids = batch["input_ids"][row][real]
+        likeliest, right = read(ids.tolist(), family)[0].argmax(-1), 0
+        gap = len(label) - len(ids)
+        for number, place in enumerate((label != -100).nonzero()[:, 0].tolist()):
+            if number % 2:
+                label[place] = likeliest[place - gap - 1]
+            right += bool(label[place] == likeliest[place - gap - 1])
+        wanted.append(right)
+    task = seed.task([])
+    found = task.scores(seed.backbone, batch)
+    assert found[:, 1].tolist() == wanted and sum(wanted) > 5
+    judged = task.judge(found, batch)
+    tokens = (batch["labels"] != -100).sum().item()
+    assert judged.next_token == Accuracy(sum(wanted), tokens)
 
 
 @every_family
@@ -346,7 +371,7 @@ def test_bits_per_byte_are_those_of_all_predicted_tokens_over_their_utf8_bytes(l
 
 def predicted_bytes(seed, data):
     "How many bytes the predicted tokens stand for, as the task says."
-    nothing = torch.zeros(len(data), 1)
+    nothing = torch.zeros(len(data), 2)
     return PlainText(seed, []).judge(nothing, only(seed, data)).bytes
 
 

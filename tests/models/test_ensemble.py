@@ -99,24 +99,46 @@ def test_there_must_be_something_to_choose_from(classes, ensemble):
 
 
 @torch.no_grad()
-def test_plain_text_has_the_mean_of_its_probabilities_token_by_token_by_bayes_rule():
-    "Which is what a mean over whole texts comes to."
+@pytest.mark.parametrize("weighted", [False, True])
+def test_plain_text_has_the_mean_of_its_probabilities_token_by_token_by_bayes_rule(weighted):
+    """Which is what a mean over whole texts comes to. At every second place the most probable token
+    of the mixture is the one that follows."""
     seed = seed_of()
-    members = [model("llama"), model("llama", random_state=1)]
-    batch, labels = only(seed, REPLIES), only(seed, REPLIES)["labels"]
-    found = Ensemble(seed, members).scorer([])(batch)
-    given = batch["input_ids"], batch["attention_mask"], batch["asked"]
-    for row, label in enumerate(labels):
-        at = (label != -100).nonzero()[:, 0]
-        each = []
-        for member in members:
-            logits = seed.logits(member, *given, labels.shape[1])[row].double().log_softmax(-1)
-            each.append(logits[at - 1, label[at]].exp())
-        weights, total = torch.full((2,), 0.5, dtype=torch.float64), 0.0
-        for token in torch.stack(each, 1):
-            total += (weights @ token).log()
-            weights = weights * token / (weights @ token)
-        assert found[row].tolist() == pytest.approx([total.item()], rel=1e-4)
+    members = [model("llama", random_state=k) for k in (0, 1)]
+    vectors = torch.randn(2, seed.embedding_size, generator=torch.Generator().manual_seed(0))
+    given = (vectors, torch.tensor([0.3, 0.0])) if weighted else ()
+    ensemble, batch = Ensemble(seed, members, *given), only(seed, REPLIES)
+    first = ensemble.log_weights(batch).double().exp().expand(len(batch["labels"]), 2)
+    assert weighted == bool((first[:, 0] - first[:, 1]).abs().max() > 0.1)
+    asked = batch["input_ids"], batch["attention_mask"], batch["asked"]
+    size, totals, counts, differs = batch["labels"].shape[1], [], [], 0
+    each = [seed.logits(member, *asked, size).double().softmax(-1) for member in members]
+    for row, label in enumerate(batch["labels"]):
+        weights, total, right = first[row], 0.0, 0
+        for number, place in enumerate((label != -100).nonzero()[:, 0].tolist()):
+            follows = torch.stack([probabilities[row, place - 1] for probabilities in each])
+            likeliest = (weights @ follows).argmax()
+            differs += bool((likeliest != follows.argmax(1)).any())
+            if number % 2:
+                label[place] = likeliest
+            right += bool(label[place] == likeliest)
+            of_token = follows[:, label[place]]
+            total += (weights @ of_token).log().item()
+            weights = weights * of_token / (weights @ of_token)
+        totals.append(total)
+        counts.append(right)
+    found = ensemble.scorer([])(batch)
+    assert found[:, 0].tolist() == pytest.approx(totals, rel=1e-4)
+    assert found[:, 1].tolist() == counts and differs > sum(counts) / 2 > 0
+
+
+@torch.no_grad()
+def test_mixture_of_one_is_that_one():
+    seed = seed_of()
+    batch, task = only(seed, REPLIES), seed.task([])
+    member = model("llama", random_state=1)
+    wanted = task.scores(member, batch)
+    assert torch.allclose(task.mixed([member], torch.zeros(1, 1), batch), wanted)
 
 
 def test_every_member_is_active_and_so_is_the_seed_if_it_chooses_the_weights(

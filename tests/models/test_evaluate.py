@@ -23,6 +23,7 @@ from harmomoe.models.evaluate import (
     Measured,
     accuracy_figure,
     best_of,
+    by_next_token,
     details,
     joint_space,
     markdown_table,
@@ -400,6 +401,30 @@ def test_plain_text_is_joined_as_a_stream(tiny_plain):
             assert one[client.name] == measure(Model(seed, seed.backbone), data, client.classes)
         assert found.joint[client.name].texts == len(own)
     assert found.joint != found.domains
+    tokens = by_next_token(found)
+    for data, one in ((benchmark.pool.test, tokens.public[0]), (own, tokens.domains["spanish"])):
+        assert one.n == sum((batch["labels"] != -100).sum() for batch in seed.batches(data))
+
+
+def test_next_tokens_are_told_of_plain_text_alone_and_not_of_rows_from_before():
+    text = BitsPerByte(5.0, 8, right=3, tokens=4)
+    stream = {"x": BitsPerByte(1.0, 2, right=2, tokens=4), "y": text}
+    rows = {
+        name: Measured(dict(a=text), dict(a=text + one), (text,)) for name, one in stream.items()
+    }
+    tokens = {name: by_next_token(row) for name, row in rows.items()}
+    table = results_table(tokens)
+    assert table.loc["x"].tolist() == [75, 75, 75, 62.5]
+    assert best_of(table) == dict(highest=["a", "average", "public", "joint"], lowest=[])
+    told = rows["x"].counts
+    assert read_measured(json.loads(json.dumps(told))) == rows["x"]
+    for one in (told["accuracy"]["a"], told["joint"]["a"], *told["public"]):
+        assert {"right", "tokens"} <= one.keys()
+        del one["right"], one["tokens"]
+    before = read_measured(told)
+    assert before.domains["a"].bits == text.bits and by_next_token(before) is None
+    assert by_next_token(measured((text,))) is None  # beside questions
+    assert by_next_token(replace(rows["x"], public=before.public)) is None
 
 
 @pytest.fixture
