@@ -6,7 +6,7 @@ Docs: https://harmomoe.github.io/harmomoe/models/evaluate.html.md"""
 
 # %% auto #0
 __all__ = ['Measure', 'BITS', 'COLUMNS', 'NUMBER', 'RIGHT', 'HARD_SPACE', 'FIGURE_SPACE', 'MINUS', 'COLOURS', 'measure_spaces',
-           'measure', 'Measured', 'read_measured', 'by_next_token', 'joint_space', 'measure_all', 'in_bits', 'summary',
+           'measure', 'Measured', 'read_measured', 'joint_space', 'measure_all', 'by_next_token', 'in_bits', 'summary',
            'results_table', 'best_of', 'markdown_table', 'mean_interval', 'details', 'write_results', 'accuracy_figure',
            'throughput']
 
@@ -110,18 +110,6 @@ def read_measured(
     parts = ({name: read(a) for name, a in counts[key].items()} for key in ("accuracy", "joint"))
     return Measured(*parts, tuple(map(read, counts["public"])))
 
-# %% ../../nbs/models/08_evaluate.ipynb #55f790ba
-def by_next_token(
-    row: Measured,  # how one system does
-) -> Measured | None:  # accuracies; None unless all of it is plain text whose tokens were counted
-    "How often the right next token is the most probable one."
-    parts = *row.domains.values(), *row.joint.values(), *row.public
-    if not all(isinstance(one, BitsPerByte) and one.tokens for one in parts):
-        return None
-    counted = lambda named: {name: one.next_token for name, one in named.items()}
-    public = tuple(one.next_token for one in row.public)
-    return Measured(counted(row.domains), counted(row.joint), public)
-
 # %% ../../nbs/models/08_evaluate.ipynb #2542103f
 def joint_space(
     benchmark: Benchmark,  # pool and clients
@@ -152,6 +140,18 @@ def measure_all(
     held_out, classes = getattr(benchmark.pool, split), benchmark.pool.classes
     public = [measure(one, held_out, classes) for one in different] if len(held_out) else []
     return Measured(own, joint, tuple(public))
+
+# %% ../../nbs/models/08_evaluate.ipynb #55f790ba
+def by_next_token(
+    row: Measured,  # how one system does
+) -> Measured | None:  # accuracies; None unless all of it is plain text whose tokens were counted
+    "How often the right next token is the most probable one."
+    parts = *row.domains.values(), *row.joint.values(), *row.public
+    if not all(isinstance(one, BitsPerByte) and one.tokens for one in parts):
+        return None
+    counted = lambda named: {name: one.next_token for name, one in named.items()}
+    public = tuple(one.next_token for one in row.public)
+    return Measured(counted(row.domains), counted(row.joint), public)
 
 # %% ../../nbs/models/08_evaluate.ipynb #37f6865e
 # the column of a pool of plain text beside clients with choices; less is better
