@@ -256,7 +256,7 @@ class _Steps:
             noise = self.source.normal(p.shape).to(p)
             hidden = mine + self.mechanism.noise * bound * noise
             p.grad = (hidden + theirs) / expected
-        share = self.settings.rate(step + 1, self.mechanism.sums)
+        share = min(1.0, (step + 1) / max(1, self.settings.warmup_steps))
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate * share
         if self.settings.clip:

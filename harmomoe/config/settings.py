@@ -236,7 +236,6 @@ def told(self: Config) -> dict:
 
 # fields that were added after settings had been written to files -> what was so without them
 LATER = {"routing.method": "logistic", "privacy": asdict(Privacy())}
-LATER |= {f"{stage}.schedule": "constant" for stage in ("expert", "gate", "finetune")}
 LATER |= {"router.looking": 1.0, "router.least_share": 0.0}
 
 # %% ../../nbs/config/00_settings.ipynb #ab28f1a2

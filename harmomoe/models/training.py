@@ -10,7 +10,6 @@ __all__ = ['POSITIVE', 'Training', 'check_finite', 'Checkpoint', 'join', 'add_gr
 # %% ../../nbs/models/05_training.ipynb #c9def0f5
 import copy
 import json
-import math
 import os
 import time
 from contextlib import contextmanager
@@ -47,14 +46,12 @@ class Training:
 
     epochs: Annotated[int, Within(0, 100_000)] = 10  # passes over the data
     batch_size: Annotated[int, Within(1, 100_000)] = 128  # samples of a batch
-    learning_rate: Annotated[float, POSITIVE] = 0.01  # after the warm-up
+    learning_rate: Annotated[float, POSITIVE] = 0.01  # constant, after the warm-up
     optimizer: Literal["sgd", "adamw"] = "sgd"  # SGD with momentum, or AdamW
     momentum: Annotated[float, Within(0, 1, without=1)] = 0.9  # of SGD
     weight_decay: Annotated[float, Within(0, 1000)] = 1e-4  # of the optimiser
     # the learning rate rises linearly over these steps
     warmup_steps: Annotated[int, Within(0, 10**9)] = 0
-    # then it is "constant", or falls in a "linear" way to nothing at the end
-    schedule: Literal["constant", "linear"] = "constant"
     accumulation: Annotated[int, Within(1, 100_000)] = 1  # batches whose gradients make one step
     # largest norm of a step's gradient; None does not bound it
     clip: Annotated[float | None, POSITIVE] = None
@@ -62,18 +59,6 @@ class Training:
 
     def __post_init__(self):
         check_fields(self)
-
-    def rate(
-        self,
-        step: int,  # 1 for the first
-        steps: int,  # of the whole training
-    ) -> float:  # in units of the learning rate, above 0 and at most 1
-        "The learning rate of a step."
-        if step <= self.warmup_steps:
-            return step / self.warmup_steps
-        if self.schedule == "constant":
-            return 1.0
-        return (steps - step + 1) / max(1, steps - self.warmup_steps)
 
     def optimizer_for(
         self,
@@ -304,7 +289,6 @@ class _Run:
         self.batches = prepare_data_loader(_own_part(batches, self.here), num_processes=1)
         self.order = batches.sampler.generator  # of the samples
         self.samples, self.losses, self.summed = len(batches.dataset), [], 0.0
-        self.steps = training.epochs * math.ceil(len(batches) / training.accumulation)
         self.epoch = self.batch = self.step = 0  # epochs, batches of this epoch, and steps done
         self.random = None  # state of torch's random numbers, to be taken up
 
@@ -319,9 +303,9 @@ class _Run:
             if self.accelerator.sync_gradients:
                 add_gradients(self.parameters.values())
                 self.step += 1
-                rate = self.training.learning_rate * self.training.rate(self.step, self.steps)
+                warm = min(1.0, self.step / max(1, self.training.warmup_steps))
                 for group in self.optimizer.param_groups:
-                    group["lr"] = group["factor"] * rate
+                    group["lr"] = group["factor"] * self.training.learning_rate * warm
                 if self.training.clip:
                     nn.utils.clip_grad_norm_(self.parameters.values(), self.training.clip)
             self.optimizer.step()

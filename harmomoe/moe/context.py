@@ -36,7 +36,7 @@ def token_spread(
     that it has a gradient."""
     return (token_mean((z - token_mean(z, mask)[:, None]) ** 2, mask) + 1e-6).sqrt()
 
-
+# %% ../../nbs/moe/01_context.ipynb #1e7c0a11
 def token_moments(
     z: Tensor,  # [B, T, d]
     mask: Tensor | None = None,  # bool [B, T], True for real tokens; None if all are

@@ -454,8 +454,7 @@ class HarmoMoEForCausalLM(
         members: Tensor | None = None,
         # whether to return `router_logits`, for each layer [B T, E], as Mixtral does
         output_router_logits: bool | None = None,
-        # whether the experts are merged into the weights of whatever follows in this cache
-        merged: bool = False,
+        merged: bool = False,  # merge the experts into weights for what follows in this cache
         **others: Any,  # whatever the seed's own `forward` takes
     ):  # `CausalLMOutputWithPast`, or with `router_logits` `MoeCausalLMOutputWithPast`
         "The seed's pass. Raises `ValueError` if a router lacks its context, or a text members."

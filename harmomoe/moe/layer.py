@@ -339,7 +339,7 @@ def _alone(
         return slot.through(name, linear, x)
     return slot.add(name, layer._drop(x), linear(x) if base is None else base, True)
 
-
+# %% ../../nbs/moe/03_layer.ipynb #1e7c0a12
 def _mixture(
     layer: LowRankExperts, z: Tensor, weights: Tensor, slots: list, base: tuple | None = None
 ) -> Tensor:
@@ -492,7 +492,7 @@ def new_router(
     choices = settings.top_k, settings.lam, settings.learn_lam, settings.norm_topk_prob
     return Router(vectors, *choices, biases, settings.horizon, settings.least_share)
 
-
+# %% ../../nbs/moe/03_layer.ipynb #1e7c0a14
 def insert_experts(
     model: nn.Module,  # changed in place
     paths: list[str],  # module paths of its FFNs

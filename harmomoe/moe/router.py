@@ -339,23 +339,29 @@ class RouterSettings:
 
     def __post_init__(self):
         check_fields(self)
-        if self.looking < 1 and self.form != "evidence":
-            raise ValueError(
-                f"looking is {self.looking}, but with form={self.form!r} every layer decides by "
-                "itself: leave it at 1, or choose 'evidence'."
-            )
-        if self.least_share * self.top_k > 1:
-            raise ValueError(
-                f"least_share is {self.least_share}, but of {self.top_k} experts (top_k) maybe none "
-                f"has as much of a token's weight: choose at most {1 / self.top_k:.2g}."
-            )
-        if self.context == "prefix" and FORMS[self.sent_form][0] > 1:
-            raise ValueError(
-                f"form is {self.form!r}, which needs the whole sequence: choose 'logistic' or "
-                "'mean' with context='prefix'."
-            )
+        _check_together(self)
 
     @property
     def sent_form(self) -> str:
         "The form of routing vectors that the clients have to send."
         return "mean" if self.form == "random" else self.form
+
+# %% ../../nbs/moe/02_router.ipynb #1e7c0a13
+def _check_together(settings: RouterSettings) -> None:
+    "ValueError for choices that do not go with one another."
+    form, k = settings.form, settings.top_k
+    if settings.context == "prefix" and FORMS[settings.sent_form][0] > 1:
+        raise ValueError(
+            f"form is {form!r}, which needs the whole sequence: choose 'logistic' or 'mean' with "
+            "context='prefix'."
+        )
+    if settings.looking < 1 and form != "evidence":
+        raise ValueError(
+            f"looking is {settings.looking}, but with form={form!r} every layer decides by itself: "
+            "leave it at 1, or choose 'evidence'."
+        )
+    if settings.least_share * k > 1:
+        raise ValueError(
+            f"least_share is {settings.least_share}, but of {k} experts (top_k) maybe none has as "
+            f"much of a token's weight: choose at most {1 / k:.2g}."
+        )
