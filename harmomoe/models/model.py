@@ -52,6 +52,8 @@ class Model:
 
     kind: ClassVar[str] = "dense"  # what a saved model is called in its folder
     facts: ClassVar[type] = NoFacts  # the schema of what its folder says besides
+    # whether `read` takes a `working_set`, and leaves factors in the file
+    can_store: ClassVar[bool] = False
     kinds: ClassVar[dict[str, type]] = {}  # all of them
 
     def __init_subclass__(cls):
@@ -141,8 +143,10 @@ def write_model(
 def read_model(
     folder: Path,  # a folder that `write_model` filled
     device: str = "cpu",  # torch device
+    working_set: int | None = None,  # as for `load_model`
 ) -> Model:
-    "Read a model of any kind. Raises `ValueError` for an unknown kind and for tensors amiss."
+    """Read a model of any kind. Raises `ValueError` for an unknown kind, for tensors amiss, and for
+    a working set where there is none to have."""
     file = folder / FILE
     facts = read_json(dict, file, trusted=False)
     kind = facts.pop("kind", None)
@@ -154,8 +158,15 @@ def read_model(
             f"{file}: kind is {kind!r:.80}, but known are {known}; import the module that defines "
             "it."
         )
-    schema = Model.kinds[kind].facts
-    return Model.kinds[kind].read(folder, parse(schema, facts, str(file)), device)
+    found = Model.kinds[kind]
+    facts = parse(found.facts, facts, str(file))
+    if working_set is None:
+        return found.read(folder, facts, device)
+    if not found.can_store:
+        raise ValueError(
+            f"{file}: a model of the kind {kind!r} has no experts to leave in the file."
+        )
+    return found.read(folder, facts, device, working_set)
 
 # %% ../../nbs/models/04_model.ipynb #38e4016e
 @patch
@@ -174,7 +185,11 @@ def save(
 def load_model(
     folder: str | Path,  # a folder that `save` wrote
     device: str = "cpu",  # torch device
-) -> Model:  # ready for inference or further training
-    "Read a model. Raises `FileNotFoundError` or `ValueError` if it is missing, damaged or foreign."
+    # of a unified model, whose experts then stay in the file and do not learn: how many each layer
+    # has in memory, at most; None: all
+    working_set: int | None = None,
+) -> Model:  # ready for inference or, if it is all in memory, further training
+    """Read a model. Raises `FileNotFoundError` or `ValueError` if it is missing, damaged or foreign,
+    and as `read_model`."""
     read_manifest(folder, "model")
-    return read_model(Path(folder), device)
+    return read_model(Path(folder), device, working_set)

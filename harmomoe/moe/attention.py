@@ -42,11 +42,13 @@ class LowRankLinear(nn.Module):
         self,
         linear: nn.Module,  # the seed's; frozen
         rows: int,  # sum of all ranks
+        in_memory: bool = True,  # False: factors are to come, as in `LowRankExperts`
     ):
         super().__init__()
         self.linear = linear.requires_grad_(False)
-        self.a = nn.Parameter(torch.zeros(rows, linear.in_features))  # all A_p
-        self.b = nn.Parameter(torch.zeros(rows, linear.out_features))  # all B_p, transposed
+        where = None if in_memory else "meta"
+        empty = lambda size: nn.Parameter(torch.zeros(rows, size, device=where))
+        self.a, self.b = empty(linear.in_features), empty(linear.out_features)  # all A_p, all B_p^T
 
     def forward(
         self,
@@ -138,6 +140,7 @@ def route_attention(
     model: nn.Module,  # a causal language model with MoE layers, after `share_context`
     paths: list[str],  # module paths of the MoE layers, first layer first
     names: list[str],  # attention's linear maps that experts change, in all layers
+    in_memory: bool = True,  # False: factors are to come, as in `LowRankExperts`
 ) -> list[LowRankLinear]:  # the new maps, whose factors are zero: those of the first layer first
     """Put mixtures in place of attention's linear maps. Raises `ValueError` for a map that there
     is not."""
@@ -151,7 +154,7 @@ def route_attention(
         for name in names:
             linear = getattr(attention, name)
             with torch.device(linear.weight.device):
-                maps.append(LowRankLinear(linear, len(own.owner)))
+                maps.append(LowRankLinear(linear, len(own.owner), in_memory))
             setattr(attention, name, maps[-1])
         attention.register_forward_pre_hook(_Decided(own, earlier, maps), with_kwargs=True)
         attention.register_forward_hook(_Forget(maps))

@@ -31,8 +31,12 @@ class _Factors(nn.ParameterDict):
 
     __call__ = nn.Module.__call__
 
-    def forward(self, dtype: torch.dtype, rows: slice = slice(None)) -> dict[str, Tensor]:
-        "Linear map -> [R, its size]."
+    def forward(
+        self, dtype: torch.dtype, asked: slice | Tensor = slice(None)
+    ) -> dict[str, Tensor]:
+        """Linear map -> [R, its size], or the rows asked for. Who asks for experts, int64, gets all
+        rows, and looks at theirs alone."""
+        rows = asked if isinstance(asked, slice) else slice(None)
         # items() of a ParameterDict is slow
         return {name: factor[rows].to(dtype) for name, factor in self._parameters.items()}
 
@@ -53,6 +57,7 @@ class LowRankExperts(nn.Module):
         ranks: list[int],  # rank of each expert's factors; 0 for the seed's own FFN
         scales: list[float],  # alpha / r of each expert
         dropout: float = 0.0,  # share of a low-rank map's inputs that training leaves out at random
+        in_memory: bool = True,  # False: somebody will replace the factors, which take no memory
     ):
         super().__init__()
         self.ffn = ffn.requires_grad_(False)
@@ -64,7 +69,8 @@ class LowRankExperts(nn.Module):
         self.register_buffer("owner", experts.repeat_interleave(rows, output_size=sum(ranks)))
         self.register_buffer("scale", torch.tensor(scales)[self.owner])
         linears = {name: getattr(ffn, name) for name in layout.linears}
-        empty = lambda size: nn.Parameter(torch.zeros(sum(ranks), size))
+        where = None if in_memory else "meta"
+        empty = lambda size: nn.Parameter(torch.zeros(sum(ranks), size, device=where))
         self.a = _Factors({name: empty(linear.in_features) for name, linear in linears.items()})
         self.b = _Factors({name: empty(linear.out_features) for name, linear in linears.items()})
 
@@ -174,7 +180,7 @@ class _Runs:
         """[n, its inputs], [n, its outputs], [n, 1] -> [n, its outputs], in place of a base that
         is to spare."""
         x, a, b = (table.to(base.dtype) for table in (x, self.a[name], self.b[name]))  # autocast
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and isinstance(a, Tensor):  # stored factors don't learn
             return _Grouped.apply(x, share, base, a, b, self.runs)
         out = base if spare else base.clone()
         _add_groups(x, share, out, a, b, self.runs)
@@ -461,9 +467,12 @@ class LowRankMoE(LowRankExperts):
         if may_look and len(tokens) == 1:
             slots = [self._own(p, z.dtype) for p in experts[0].tolist()]
         else:
-            way, tables = _apart if may_look else _in_tiles, (self.a(z.dtype), self.b(z.dtype))
+            way = _apart if may_look else _in_tiles
             if torch.compiler.is_exporting() or masked_is_shorter(len(tokens), self.ranks):
                 way = _masked  # as exported programs must, for batches of any size
+            # apart, rows are asked for expert by expert
+            asked = slice(None) if way is _apart else experts
+            tables = self.a(z.dtype, asked), self.b(z.dtype, asked)
             slots = [way(self, *tables, chosen) for chosen in experts.unbind(-1)]
         return _mixture(self, tokens, weights, slots, base).view_as(z)
 
@@ -500,6 +509,7 @@ def insert_experts(
     ranks: list[int],  # rank of each expert's factors; 0 for the seed's own FFN
     scales: list[float],  # alpha / r of each expert
     settings: RouterSettings,
+    in_memory: bool = True,  # False: factors are to come, as in `LowRankExperts`
 ) -> None:
     "Put a Mixture-of-Experts layer in place of each FFN, on the FFN's device."
     first = router = None
@@ -510,7 +520,7 @@ def insert_experts(
         with torch.device(inner.weight.device):
             size = len(ranks), inner.in_features, inner.out_features
             router = new_router(settings, *size, router, place >= looking)
-            layer = LowRankMoE(ffn, layout, router, ranks, scales)
+            layer = LowRankMoE(ffn, layout, router, ranks, scales, in_memory=in_memory)
         first = first or router
         if settings.shared_lam:
             router.lam = first.lam

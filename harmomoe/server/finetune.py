@@ -35,6 +35,8 @@ def finetune(
     checkpoint: Checkpoint | None = None,  # where to go on after an interruption
 ) -> None:
     "Train routers, lambda and the experts' factors together on public samples (Section 3.5)."
+    if not public.config.finetune.epochs:
+        return
     model.losses = train(
         model.seed,
         model.backbone,

@@ -19,7 +19,7 @@ from ..bundle.files import Bundle
 from ..config.settings import Config, changed, preset, read_settings
 from ..describe.public import Public
 from ..models.adapters import RoutedLinear
-from ..models.unified import UnifiedModel
+from ..models.unified import Fetch, UnifiedModel
 from ..moe.attention import LowRankLinear
 from ..moe.router import RouterSettings
 from .normalise import all_routing, normalise
@@ -84,6 +84,20 @@ def factors_at(
         bundle.factors[place] if place in bundle.factors else none(bundle) for bundle in bundles
     ]
 
+# %% ../../nbs/server/01_merge.ipynb #2cc140ba
+def _from_bundles(bundles: list[Bundle], public: Public, settings: RouterSettings) -> Fetch:
+    "Factors of experts from the bundles that they came with, which nobody may change meanwhile."
+
+    def fetch(place: tuple[str, str], side: str, expert: int) -> Tensor:
+        bundle = bundles[expert - settings.seed_expert]
+        if place not in bundle.factors:
+            linear = getattr(public.seed.backbone.get_submodule(place[0]), place[1])
+            return torch.zeros(bundle.rank, linear.weight.shape[side == "a"])
+        a, b = bundle.factors[place]
+        return a if side == "a" else b.T.contiguous()
+
+    return fetch
+
 # %% ../../nbs/server/01_merge.ipynb #d9acd806
 @torch.no_grad()
 def merge(
@@ -91,6 +105,9 @@ def merge(
     public: Public,  # what everybody has
     settings: RouterSettings | None = None,  # None: those of `public`
     normalised: bool = True,  # whether members that claim too much of the pool are held back
+    # experts that each layer has in memory, at most, where the others stay in the bundles and none
+    # learns; None: all
+    working_set: int | None = None,
 ) -> UnifiedModel:  # all experts in one model, not yet fine-tuned
     """Merge the clients' FFNs into Mixture-of-Experts layers. Raises as `check_bundles` and
     `normalise`."""
@@ -102,9 +119,12 @@ def merge(
     ranks, scales = [bundle.rank for bundle in bundles], [bundle.scale for bundle in bundles]
     if settings.seed_expert:
         names, ranks, scales = ["seed", *names], [0, *ranks], [0.0, *scales]
-    model = UnifiedModel(seed, names, ranks, scales, settings, attention_changed(bundles, public))
+    attention, in_memory = attention_changed(bundles, public), working_set is None
+    model = UnifiedModel(seed, names, ranks, scales, settings, attention, in_memory)
     vectors, biases = _start(bundles, public, settings)
     model.start_routers(vectors, biases, public.units if settings.form == "evidence" else None)
+    if working_set is not None:
+        return model.store(_from_bundles(bundles, public, settings), working_set)
     for path, layer in zip(seed.layers, model.layers):
         for name in seed.ffn.linears:
             pairs = [bundle.factors[path, name] for bundle in bundles]

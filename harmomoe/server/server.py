@@ -258,12 +258,14 @@ def _as_json(routing: Routing) -> dict:
     return values | dict(experts=routing.experts)
 
 # %% ../../nbs/server/04_server.ipynb #b16a5124
-def _kept(server: Server) -> Path:
+def _kept(server: Server, working_set: int | None = None) -> Path:
     "The folder with the model."
 
     def build(partial):
         public, bundles = server.public, list(server.received.values())
-        model, union = merge(bundles, public), proxy_union(bundles, public)
+        some = None if public.config.finetune.epochs else working_set  # what learns is in memory
+        model = merge(bundles, public, working_set=some)
+        union = proxy_union(bundles, public)
         model.lineage, model.random_state = [*map(_part, bundles)], public.config.random_state
         corrections = [asdict(one) for one in normalise(bundles, public)[1]]
         before = observe_routing(model, union)
@@ -290,10 +292,17 @@ class Report:
 
 
 @patch
-def unify(self: Server) -> UnifiedModel:
-    "The model of all members; computed unless it is there."
+def unify(
+    self: Server,
+    # experts that each layer has in memory, at most, the others being left on the disk, as in
+    # `load_model`; None: all
+    working_set: int | None = None,
+) -> UnifiedModel:
+    """The model of all members; computed unless it is there. Where there is a working set and no
+    fine-tuning, the experts are never in memory all at once."""
     check_bundles(list(self.received.values()), self.public.config.router)
-    return load_model(_kept(self), str(self.public.seed.device))
+    device = str(self.public.seed.device)
+    return load_model(_kept(self, working_set), device, working_set)
 
 
 @patch
