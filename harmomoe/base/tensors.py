@@ -40,7 +40,8 @@ class StoredTensor:
         first: int,
         last: int,  # one more than the last row
     ) -> Tensor:  # [last - first, ...], in memory of its own
-        "Some rows. Raises `ValueError` if the file was replaced, `FileNotFoundError` if it is gone."
+        """Some rows. Raises `ValueError` if the file was replaced, and `FileNotFoundError` if it is
+        gone."""
         found = torch.empty(last - first, *self.shape[1:], dtype=self.dtype)
         with open(self.file, "rb") as opened:
             if _version(os.fstat(opened.fileno())) != self.version:
@@ -67,12 +68,12 @@ def stored_tensors(
     }
 
 # %% ../../nbs/base/05_tensors.ipynb #58906b9f
-NAMES = {
+NAMES = {  # in the library's order
+    torch.int64: "I64",
     torch.float64: "F64",
     torch.float32: "F32",
-    torch.float16: "F16",
     torch.bfloat16: "BF16",
-    torch.int64: "I64",
+    torch.float16: "F16",
 }
 
 
@@ -91,8 +92,9 @@ def write_tensors(
     tensors: dict[str, Tensor | InPieces],  # on any device
     check: Callable[[str, Tensor], None] = lambda name, piece: None,  # it may refuse a piece
 ) -> None:
-    "Write a safetensors file piece by piece. Raises as `check`, and `KeyError` for other types."
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    "Write a safetensors file piece by piece. Raises as `check`, and `ValueError` for other types."
+    known = list(NAMES)
+    order = sorted(tensors, key=lambda name: (known.index(tensors[name].dtype), name))
     header, end = {}, 0
     for name in order:
         shape, dtype = torch.Size(tensors[name].shape), tensors[name].dtype
@@ -106,5 +108,5 @@ def write_tensors(
             tensor = tensors[name]
             for piece in [tensor] if isinstance(tensor, Tensor) else tensor.pieces():
                 check(name, piece)
-                flat = piece.detach().to("cpu", tensor.dtype).flatten()
+                flat = piece.detach().to("cpu", tensor.dtype).flatten().contiguous()
                 opened.write(flat.view(torch.uint8).numpy())

@@ -189,7 +189,7 @@ def load_model(
     # has in memory, at most; None: all
     working_set: int | None = None,
 ) -> Model:  # ready for inference or, if it is all in memory, further training
-    """Read a model. Raises `FileNotFoundError` or `ValueError` if it is missing, damaged or foreign,
-    and as `read_model`."""
+    """Read a model. Raises `FileNotFoundError` or `ValueError` if it is missing, damaged or
+    foreign, and as `read_model`."""
     read_manifest(folder, "model")
     return read_model(Path(folder), device, working_set)

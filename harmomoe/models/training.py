@@ -409,8 +409,8 @@ def train(
     it is not finite, or if the weights are not in the end, and as `sharded`."""
     batches = seed.batches(data, label_space, training.batch_size, random_state)
     loss = loss or seed.task(label_space).loss
+    backbone.train()  # LoRA's dropout; what cannot learn refuses
     run = _Run(seed, backbone, batches, loss, training, random_state, faster, checkpoint)
-    backbone.train()  # LoRA's dropout
     bar = tqdm(desc=progress, disable=not (progress and run.here.is_main))
     with seeded(random_state), bar, sharded(seed, backbone):
         if found := run.found():

@@ -112,7 +112,7 @@ class UnifiedModel(Model):
         scales: list[float],  # alpha / r of each expert
         settings: RouterSettings = RouterSettings(),
         attention: Sequence[str] = (),  # attention's linear maps that experts change, too
-        in_memory: bool = True,  # False: its factors take no memory until `store` says where they are
+        in_memory: bool = True,  # False: `store` says where its factors are
     ):
         MoEFacts(experts, ranks, scales, settings)  # at once, rather than when it is to be saved
         super().__init__(seed, seed.new_backbone())

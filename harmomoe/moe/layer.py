@@ -182,7 +182,7 @@ class _Runs:
         x, a, b = (table.to(base.dtype) for table in (x, self.a[name], self.b[name]))  # autocast
         if torch.is_grad_enabled() and isinstance(a, Tensor):  # stored factors don't learn
             return _Grouped.apply(x, share, base, a, b, self.runs)
-        out = base if spare else base.clone()
+        out = base if spare and not torch.is_grad_enabled() else base.clone()
         _add_groups(x, share, out, a, b, self.runs)
         return out
 

@@ -29,6 +29,7 @@ from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from harmomoe.exchange.export import save_adapters
 from harmomoe.exchange.transformers import (
     Card,
     dense_seed,
@@ -39,6 +40,7 @@ from harmomoe.exchange.transformers import (
     to_transformers,
 )
 from harmomoe.models.decoder import DecoderSeed
+from harmomoe.models.model import load_model
 from harmomoe.models.unified import UnifiedModel
 from harmomoe.moe.router import RouterSettings
 
@@ -427,3 +429,20 @@ def test_the_models_own_way_to_the_hub_tags_it(hub):
     assert code | {"config.json", "model.safetensors", "README.md"} <= hub.files.keys()
     tags = ModelCard(hub.files["README.md"].decode()).data.tags
     assert {"moe", "lora", "merge", "harmomoe"} <= {*tags}
+
+
+def test_a_model_from_its_file_generates_and_is_not_saved_without_its_factors(unified, tmp_path):
+    model = unified(top_k=2, context="prefix")
+    stored = load_model(model.save(tmp_path / "model"), working_set=1)
+    asked = dict(max_new_tokens=6, do_sample=False)
+    found, expected = (to_transformers(m).generate(TEXTS, **asked) for m in (stored, model))
+    assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match="cannot be saved with other weights"):
+        save_transformers(stored, tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+    for name in ("law", "medicine"):  # one expert's map after the other can be taken out
+        [here], [there] = (
+            save_adapters(m, tmp_path / str(m is stored), name).values() for m in (stored, model)
+        )
+        file = "adapter_model.safetensors"
+        assert (here / file).read_bytes() == (there / file).read_bytes()

@@ -17,10 +17,11 @@ from harmomoe.data.texts import text_dataset
 from harmomoe.describe.routing import RoutingVectors, form_means, log_ratios, public_units
 from harmomoe.models.decoder import DecoderSeed, untrained_decoder
 from harmomoe.models.evaluate import measure
-from harmomoe.models.model import load_model, read_model
+from harmomoe.models.model import Model, load_model, read_model
 from harmomoe.models.observe import observe_routing
 from harmomoe.models.unified import Contribution, MoEFacts, UnifiedModel
 from harmomoe.moe.router import RouterSettings
+from harmomoe.moe.stored import stored_rows
 from harmomoe.server.finetune import finetune
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")
@@ -813,3 +814,88 @@ def test_experts_have_names_that_a_client_may_have(name, tiny):
     "Names become folders when experts are taken out; this is said before anything is trained."
     with pytest.raises(ValueError, match="the client's name"):
         UnifiedModel(tiny.seed, ["seed", name], [0, 4], [0.0, 2.0])
+
+
+# ---- experts that stay in the file
+
+
+@every_router
+def test_a_model_from_its_file_gives_and_writes_the_same_bits(settings, merge_with, tiny, tmp_path):
+    model = merge_with(**settings)
+    folder = model.save(tmp_path / "model")
+    expected = embed(model, tiny.pool.test)
+    for working_set in (1, 2, 9):
+        stored = load_model(folder, working_set=working_set)
+        assert torch.equal(embed(stored, tiny.pool.test), expected)
+        tables = [rows for layer in stored.layers for rows in stored_rows(layer).values()]
+        assert all(len(rows.kept) <= working_set for rows in tables)
+    with stored.only("b"), model.only("b"):
+        assert torch.equal(embed(stored, tiny.pool.test), embed(model, tiny.pool.test))
+    assert stored.count_parameters() == model.count_parameters()
+    again = stored.save(tmp_path / "again")
+    files = [one / "moe.safetensors" for one in (folder, again)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_model_is_written_as_the_library_writes(merge_with, tmp_path):
+    model = merge_with(top_k=2)
+    file = model.save(tmp_path / "model") / "moe.safetensors"
+    save_file(load_file(file), tmp_path / "library")
+    assert file.read_bytes() == (tmp_path / "library").read_bytes()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("working_set", [1, 2])
+def test_attention_from_the_file_gives_the_same_bits(working_set, tmp_path):
+    seed = untrained_decoder([text_dataset(QUESTIONS, "questions")], num_hidden_layers=3)
+    names, attention = ["seed", "a", "b", "c"], ["q_proj", "v_proj"]
+    scales = [0.0, 1.0, 2.0, 0.5]
+    model = UnifiedModel(seed, names, [0, 4, 2, 8], scales, RouterSettings(top_k=2), attention)
+    for part in (*model.layers, *model.maps.values()):
+        for name, p in part.named_parameters():
+            if name.split(".")[0] in ("a", "b", "router") and p.ndim:
+                p.normal_(std=0.3)
+    stored = load_model(model.save(tmp_path / "model"), working_set=working_set)
+    tokens = torch.randint(3, 50, (3, 20), generator=torch.Generator().manual_seed(0))
+    found, expected = (m.backbone(tokens).logits for m in (stored, model))
+    assert torch.equal(found, expected)
+    kept = [len(rows.kept) for part in stored.maps.values() for rows in stored_rows(part).values()]
+    assert max(kept[4:]) <= working_set
+
+
+def test_a_model_from_its_file_refuses_to_learn(merge_with, tune, tmp_path):
+    stored = load_model(merge_with().save(tmp_path / "model"), working_set=1)
+    with pytest.raises(ValueError, match="cannot learn: load the model without"):
+        tune(stored)
+    assert not any(p.requires_grad for p in stored.backbone.parameters())
+
+
+def test_a_working_set_needs_experts(merge_with, tiny, tmp_path):
+    folder = merge_with().save(tmp_path / "model")
+    with pytest.raises(ValueError, match="working_set is 0, but a layer needs 1"):
+        load_model(folder, working_set=0)
+    dense = Model(tiny.seed, tiny.seed.backbone).save(tmp_path / "dense")
+    with pytest.raises(ValueError, match="model.json: a model of the kind 'dense' has no experts"):
+        load_model(dense, working_set=1)
+
+
+def test_a_file_that_was_replaced_meanwhile_is_noticed(merge_with, tiny, tmp_path):
+    stored = load_model(merge_with().save(tmp_path / "model"), working_set=1)
+    embed(stored, tiny.pool.test)
+    merge_with(random_state=1, form="random").save(tmp_path / "model")
+    with pytest.raises(ValueError, match="moe.safetensors was replaced since it was opened"):
+        embed(stored, tiny.pool.test)
+
+
+def test_numbers_that_are_not_finite_are_not_written_from_where_they_are_stored(
+    merge_with, tmp_path
+):
+    model = merge_with()
+    stored = load_model(model.save(tmp_path / "model"), working_set=1)
+    table = stored.layers[1].a.tables["c_fc"]
+    table.fetch = lambda expert: torch.full((4, 64), torch.inf)
+    with pytest.raises(
+        FloatingPointError, match=r"1.mlp.a.c_fc of the unified model is not finite"
+    ):
+        stored.save(tmp_path / "again")
+    assert not (tmp_path / "again").exists()

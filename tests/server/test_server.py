@@ -17,6 +17,7 @@ from harmomoe.client.client import Client
 from harmomoe.config.settings import changed
 from harmomoe.models.observe import observe_routing
 from harmomoe.models.training import Checkpoint
+from harmomoe.moe.stored import stored_rows
 from harmomoe.server import server as module
 from harmomoe.server.finetune import finetune, proxy_union
 from harmomoe.server.merge import choose_router, merge
@@ -551,3 +552,32 @@ def test_a_server_keeps_factors_on_its_disk_and_merges_the_same_model(tiny, tmp_
     with pytest.raises(KeyError):
         bundle.factors["no layer", "c_fc"]
     assert ("no layer", "c_fc") not in bundle.factors
+
+
+# ---- experts that are never in memory all at once
+
+
+@pytest.mark.parametrize("settings", [{}, {"router.top_k": 2}, {"router.seed_expert": False}])
+def test_a_model_straight_from_the_bundles_is_that_from_memory(settings, tiny, tmp_path):
+    public = other_settings(tiny.public, **{"finetune.epochs": 0} | settings)
+    files = []
+    for working_set in (None, 1):
+        server = Server(public, tmp_path / str(working_set))
+        for name in "abc":
+            server.receive(tiny.work / name / "bundle")
+        model = server.unify(working_set)
+        files.append(model_bytes(server.folder))
+        assert server.report().losses == []
+    assert files[0] == files[1]
+    assert all(
+        len(rows.kept) <= 1 for layer in model.layers for rows in stored_rows(layer).values()
+    )
+
+
+def test_what_learns_is_in_memory_until_it_is_saved(tiny, finished, tmp_path):
+    server = Server(tiny.public, tmp_path)
+    for name in "abc":
+        server.receive(tiny.work / name / "bundle")
+    stored = server.unify(working_set=2)
+    assert stored_rows(stored.layers[0])
+    assert model_bytes(server.folder) == model_bytes(finished.folder)
