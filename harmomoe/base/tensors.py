@@ -50,7 +50,7 @@ class StoredTensor:
             opened.readinto(found.flatten().view(torch.uint8).numpy())
         return found
 
-
+# %% ../../nbs/base/05_tensors.ipynb #1e7c0a15
 def stored_tensors(
     file: str | Path,  # a safetensors file
 ) -> dict[str, StoredTensor]:  # by name
@@ -81,12 +81,12 @@ class InPieces(Protocol):
     "A tensor that need never be in memory as a whole."
 
     dtype: torch.dtype  # one of `NAMES`
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole
 
     def pieces(self) -> Iterable[Tensor]:
         "Its rows from first to last, some at a time."
 
-
+# %% ../../nbs/base/05_tensors.ipynb #1e7c0a16
 def write_tensors(
     file: str | Path,  # to write
     tensors: dict[str, Tensor | InPieces],  # on any device

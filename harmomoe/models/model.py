@@ -52,8 +52,7 @@ class Model:
 
     kind: ClassVar[str] = "dense"  # what a saved model is called in its folder
     facts: ClassVar[type] = NoFacts  # the schema of what its folder says besides
-    # whether `read` takes a `working_set`, and leaves factors in the file
-    can_store: ClassVar[bool] = False
+    can_store: ClassVar[bool] = False  # whether `read` takes a `working_set`
     kinds: ClassVar[dict[str, type]] = {}  # all of them
 
     def __init_subclass__(cls):
@@ -86,8 +85,7 @@ class Model:
 
     def count_parameters(self) -> dict[str, int]:
         "Number of parameters: `total`, and `active`, those that one token meets."
-        count = sum(p.numel() for p in self.backbone.parameters())
-        return dict(total=count, active=count)
+        return dict.fromkeys(("total", "active"), sum(map(Tensor.numel, self.backbone.parameters())))
 
 # %% ../../nbs/models/04_model.ipynb #42c0c28b
 Model.kinds[Model.kind] = Model  # subclasses register themselves

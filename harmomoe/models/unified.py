@@ -102,7 +102,7 @@ class UnifiedModel(Model):
 
     kind: ClassVar[str] = "moe"  # its name in model.json
     facts: ClassVar[type] = MoEFacts  # what model.json says of it
-    can_store: ClassVar[bool] = True
+    can_store: ClassVar[bool] = True  # `read` can leave factors in the file
 
     def __init__(
         self,
@@ -134,9 +134,7 @@ class UnifiedModel(Model):
     def maps(self) -> dict[tuple[str, str], LowRankLinear]:
         "Attention's maps that experts change, as the factors of a bundle are called."
         places = itertools.product(self.seed.attention, self.attention)
-        return {
-            (path, name): self.backbone.get_submodule(f"{path}.{name}") for path, name in places
-        }
+        return {place: self.backbone.get_submodule(".".join(place)) for place in places}
 
 # %% ../../nbs/models/06_unified.ipynb #70e6dec9
 @patch
@@ -372,7 +370,7 @@ def _fitting(model: UnifiedModel, file: Path, given: Mapping) -> dict[str, dict]
         raise ValueError(f"{file} has a tensor that no layer uses: {min(given)}.")
     return found
 
-
+# %% ../../nbs/models/06_unified.ipynb #1e7c0a17
 @patch(cls_method=True)
 def read(
     cls: UnifiedModel,

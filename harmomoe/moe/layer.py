@@ -31,9 +31,7 @@ class _Factors(nn.ParameterDict):
 
     __call__ = nn.Module.__call__
 
-    def forward(
-        self, dtype: torch.dtype, asked: slice | Tensor = slice(None)
-    ) -> dict[str, Tensor]:
+    def forward(self, dtype: torch.dtype, asked: slice | Tensor = slice(None)) -> dict[str, Tensor]:
         """Linear map -> [R, its size], or the rows asked for. Who asks for experts, int64, gets all
         rows, and looks at theirs alone."""
         rows = asked if isinstance(asked, slice) else slice(None)
@@ -420,6 +418,13 @@ def _masked(layer: LowRankExperts, a: dict, b: dict, chosen: Tensor) -> _Slot:
     return _Slot(a, b, scale * (chosen[:, None] == layer.owner))
 
 
+def _own(layer: LowRankExperts, expert: int, dtype: torch.dtype) -> _Slot:
+    "That of a single token."
+    rows = slice(*layer.starts[expert : expert + 2])
+    sums = torch.get_float32_matmul_precision() != "highest"
+    return _Slot(layer.a(dtype, rows), layer.b(dtype, rows), layer.scales[expert], sums)
+
+
 def _apart(layer: LowRankExperts, a: dict, b: dict, chosen: Tensor) -> _Apart:
     order, sizes, sets = group(chosen[:, None], len(layer.ranks))
     return _Apart(_Runs(a, b, _runs(layer, [*enumerate(sizes)], sets, 0)), order)
@@ -465,7 +470,7 @@ class LowRankMoE(LowRankExperts):
         if may_look and len(tokens) >= 8 * math.comb(len(self.ranks), self.router.top_k):
             return _sorted(self, tokens, weights, experts, base).view_as(z)
         if may_look and len(tokens) == 1:
-            slots = [self._own(p, z.dtype) for p in experts[0].tolist()]
+            slots = [_own(self, p, z.dtype) for p in experts[0].tolist()]
         else:
             way = _apart if may_look else _in_tiles
             if torch.compiler.is_exporting() or masked_is_shorter(len(tokens), self.ranks):
@@ -475,12 +480,6 @@ class LowRankMoE(LowRankExperts):
             tables = self.a(z.dtype, asked), self.b(z.dtype, asked)
             slots = [way(self, *tables, chosen) for chosen in experts.unbind(-1)]
         return _mixture(self, tokens, weights, slots, base).view_as(z)
-
-    def _own(self, expert: int, dtype: torch.dtype) -> _Slot:
-        "The slot of a single token."
-        rows = slice(*self.starts[expert : expert + 2])
-        sums = torch.get_float32_matmul_precision() != "highest"
-        return _Slot(self.a(dtype, rows), self.b(dtype, rows), self.scales[expert], sums)
 
 # %% ../../nbs/moe/03_layer.ipynb #8eea10ef
 def new_router(
