@@ -140,7 +140,7 @@ def write_model(
     facts = dict(kind=model.kind) | asdict(model.write(folder))
     (folder / FILE).write_text(json.dumps(facts, indent=1) + "\n")
 
-
+# %% ../../nbs/models/04_model.ipynb #1e7c0a1a
 def read_model(
     folder: Path,  # a folder that `write_model` filled
     device: str = "cpu",  # torch device

@@ -212,10 +212,12 @@ def merging_is_shorter(
 
 def _is_plain(linear: nn.Module, x: Tensor) -> bool:
     "Whether nothing forbids to multiply x with another matrix than that of a linear map."
-    hooked = linear._forward_hooks or linear._forward_pre_hooks
+    # quantised weights are of another type, if not the map itself
+    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
+        return False
+    changed = linear._forward_hooks or linear._forward_pre_hooks or torch.is_grad_enabled()
     exact = x.dtype in (torch.float32, torch.float64) and x.dtype == linear.weight.dtype
-    exact = exact and not torch.is_autocast_enabled(x.device.type)
-    return type(linear) is nn.Linear and not hooked and exact and not torch.is_grad_enabled()
+    return exact and not changed and not torch.is_autocast_enabled(x.device.type)
 
 # %% ../../nbs/moe/03_layer.ipynb #5a9a4229
 @dataclass
