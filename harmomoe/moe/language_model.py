@@ -390,15 +390,19 @@ def heard_pass(
     made = MoeCausalLMOutputWithPast(**output, router_logits=tuple(said))
     return made.to_tuple() if given.get("return_dict") is False else made
 
-# %% ../../nbs/moe/06_language_model.ipynb #602098dd
-def _check_merged(model: PreTrainedModel, output_router_logits: bool | None) -> None:
-    "Raises `ValueError` for what merged weights cannot do."
+# %% ../../nbs/moe/06_language_model.ipynb #5c1d20ea
+def _merges(model: PreTrainedModel, merged: bool, cache: Any, hears: bool | None) -> bool:
+    """Whether a pass merges weights, or goes on with merged ones. Raises `ValueError` for what
+    these cannot do."""
+    if not merged and getattr(cache, "merged", None) is None:
+        return False
     if model.training:
         raise ValueError("merged weights do not learn: leave merged out, or call `eval` first.")
-    if output_router_logits:
+    if hears:
         raise ValueError("with merged weights no router is asked: leave output_router_logits out.")
+    return True
 
-
+# %% ../../nbs/moe/06_language_model.ipynb #602098dd
 def _layers_meet(config: HarmoMoEConfig) -> str:
     "Why a layer needs the one before it in the same pass; empty if it does not."
     if config.router["form"] == "evidence":
@@ -459,7 +463,7 @@ class HarmoMoEForCausalLM(
     ):  # `CausalLMOutputWithPast`, or with `router_logits` `MoeCausalLMOutputWithPast`
         "The seed's pass. Raises `ValueError` if a router lacks its context, or a text members."
         _check_pass(self, members, others)
-        merged = merged or getattr(past_key_values, "merged", None) is not None
+        merged = _merges(self, merged, past_key_values, output_router_logits)
         if self.config.router["context"] == "prompt" or merged:
             others["prompt_mask"] = asked_tokens(prompt_mask, labels, attention_mask)
         given = dict(input_ids=input_ids, inputs_embeds=inputs_embeds, labels=labels)
@@ -467,7 +471,6 @@ class HarmoMoEForCausalLM(
         cached = dict(past_key_values=past_key_values, use_cache=use_cache)
         run = partial(heard_pass, self) if output_router_logits else self.backbone
         if merged:
-            _check_merged(self, output_router_logits)
             run = partial(merged_pass, self.backbone)
         return run(**given, **cached, logits_to_keep=logits_to_keep, **others)
 
