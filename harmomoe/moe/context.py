@@ -44,8 +44,8 @@ def token_moments(
     """Mean and standard deviation over each sample's real tokens, by the mean of the squares. It is
     faster than `token_spread`; in float32 0.4 % off where the mean is 100 times the deviation."""
     if mask is None:  # products with a vector, which are faster than means
-        even = z.new_full((1, z.shape[1]), 1 / z.shape[1])
-        mean, square = ((even @ x)[:, 0] for x in (z, z * z))
+        even = z.new_full((1, 1, z.shape[1]), 1 / z.shape[1]).expand(z.shape[0], -1, -1)
+        mean, square = (torch.bmm(even, x)[:, 0] for x in (z, z * z))
     else:
         mean, square = token_mean(z, mask), token_mean(z * z, mask)
     return torch.cat([mean, ((square - mean * mean).clamp(min=0) + 1e-6).sqrt()], -1)

@@ -179,7 +179,7 @@ class EvidenceRouter(EvidenceParameters):
     def logits(self, z: Tensor, context: Context, hidden: Tensor | None = None) -> Tensor:
         """Lambda, for every token the same: [B, T, E]. Raises `ValueError` if the router of the
         layer before has not seen this batch."""
-        total = z.new_zeros(len(z), 1, len(self.vectors))
+        total = z.new_zeros(z.shape[0], 1, len(self.vectors))
         if not self.follows:
             none = total.expand(-1, z.shape[1], -1)
             total = context.mean(none, lambda mask: self.look(z, hidden, mask))

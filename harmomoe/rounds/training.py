@@ -90,8 +90,9 @@ class Rows(nn.Module):
             parts.append(table[start:stop] if frozen else own if self.upright else own.T)
         return torch.cat(parts)
 
-    def forward(self, dtype: torch.dtype, rows: slice = slice(None)) -> dict[str, Tensor]:
-        "Linear map -> [R, its size]."
+    def forward(self, dtype: torch.dtype, asked: slice | Tensor = slice(None)) -> dict[str, Tensor]:
+        "As of factors in memory."
+        rows = asked if isinstance(asked, slice) else slice(None)
         tables = self.tables._parameters.items()
         return {name: self._whole(name, table)[rows].to(dtype) for name, table in tables}
 
