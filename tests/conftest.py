@@ -113,6 +113,15 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
+def no_figures():
+    "Closes what a test has drawn."
+    import matplotlib.pyplot as plt
+
+    yield
+    plt.close("all")
+
+
+@pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     "Notebooks run in an empty folder, and leave no figures open."
     import matplotlib.pyplot as plt

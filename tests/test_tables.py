@@ -4,7 +4,6 @@ wrong parameters."""
 import shutil
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
@@ -20,7 +19,10 @@ SETTINGS = (
 )
 FIGURES = {"methods", "sweeps", "routing", "tsne", "bytes", "kept"}
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [
+    pytest.mark.usefixtures("no_figures"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +38,6 @@ def parameters(tiny_seed_folder, tiny_folder, tmp_path_factory):
         out=str(tmp_path_factory.mktemp("tables")),
         costs=False,
     )
-
-
-@pytest.fixture(autouse=True)
-def no_figures():
-    yield
-    plt.close("all")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ table and figure, rates that are chosen, taken up again, and wrong parameters.""
 
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
@@ -20,6 +19,7 @@ PAPERS = "harmomoe, paper's router"
 SETTINGS = "proxies.number=6, expert.rank=4, expert.warmup_steps=0, expert.learning_rate=3e-3"
 
 pytestmark = [
+    pytest.mark.usefixtures("no_figures"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -37,12 +37,6 @@ def parameters(tiny_decoder, tmp_path_factory):
         quick=12,
         out=str(tmp_path_factory.mktemp("tables")),
     )
-
-
-@pytest.fixture(autouse=True)
-def no_figures():
-    yield
-    plt.close("all")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -352,7 +351,7 @@ def _mixture(
     "[n, d], [n, k] and, if they are known, `_inner` of the tokens, which is used up -> [n, d]"
     if len(slots) == 1:
         known = base or [None] * len(layer.layout.inner)
-        inner = [_alone(layer, slots[0], *one) for one in zip(layer.layout.inner, repeat(z), known)]
+        inner = [_alone(layer, slots[0], name, z, x) for name, x in zip(layer.layout.inner, known)]
         h = layer.layout.hidden(layer.ffn, *inner)
         return _alone(layer, slots[0], layer.layout.outer, h) * weights
     base, h = base or _inner(layer, z), []

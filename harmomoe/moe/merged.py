@@ -1,4 +1,4 @@
-"""Decide once, by the prompt, and write what follows at the seed's speed
+"""Decide once, by the prompt, and write what follows with as many operators as the seed
 
 Docs: https://harmomoe.github.io/harmomoe/moe/merged.html.md"""
 
