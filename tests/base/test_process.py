@@ -71,6 +71,32 @@ def test_onednn_is_turned_on_only_where_it_wins(torch_settings, monkeypatch):
         assert settings() == (("medium", False) if wins else before)
 
 
+@pytest.mark.parametrize(
+    "says, capability, error, wins",
+    [
+        ("model name: AMD EPYC", "AVX512", 0, True),
+        ("model name: AMD EPYC", "AVX512", 0.1, False),
+        ("model name: AMD EPYC", "AVX2", 0, False),
+        ("model name: Intel(R) Xeon(R)", "AVX512", 0, False),
+        ("", "DEFAULT", 0, False),
+    ],
+)
+def test_the_kind_of_processor_decides_and_not_how_busy_it_is(
+    says, capability, error, wins, torch_settings, monkeypatch
+):
+    monkeypatch.setattr(process, "_processor", lambda: says)
+    monkeypatch.setattr(process, "get_cpu_capability", lambda: capability)
+    product = torch.Tensor.__matmul__
+
+    def of(a, b):  # an error, as where "medium" means bfloat16
+        exact = product(a.double(), b.double())
+        return exact if a.dtype == torch.float64 else exact.float() + error
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", of)
+    monkeypatch.setattr(process.time, "perf_counter", lambda: pytest.fail("it was timed"))
+    assert faster_cpu() is wins
+
+
 def test_trying_onednn_leaves_the_precision_as_it_was(torch_settings):
     torch.set_float32_matmul_precision("high")
     assert process._onednn_wins() in (True, False)
