@@ -348,6 +348,20 @@ def run_cells():
     return run
 
 
+@pytest.fixture(scope="session")
+def run_apart(run_cells, tmp_path_factory):
+    """A function (notebook, parameters, out) that does so in an empty folder, for the tests of a
+    file together: the path of `out`, and the names that the notebook has defined."""
+
+    def run(notebook: Path, parameters: dict, out: str) -> tuple[Path, dict]:
+        folder = tmp_path_factory.mktemp("apart")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            return folder / out, run_cells(notebook, parameters | dict(out=out))
+
+    return run
+
+
 # ---- the same for text
 
 COLOURS, ANIMALS = (

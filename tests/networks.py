@@ -1,6 +1,16 @@
-"What several test files use to compare networks."
+"What several test files use to make and compare tensors and networks."
 
+import numpy as np
 import torch
+
+
+def normal(*size, random_state=0):
+    return torch.randn(*size, generator=torch.Generator().manual_seed(random_state))
+
+
+def spread(z, axis):
+    "The standard deviation as it is defined, in float64, at least 0.001."
+    return np.sqrt(np.asarray(z, np.float64).var(axis) + 1e-6)
 
 
 def weights(module):

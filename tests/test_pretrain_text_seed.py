@@ -38,13 +38,9 @@ def pretraining(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pretrained(pretraining, run_cells, tmp_path_factory):
+def pretrained(pretraining, run_apart):
     "Folder of a finished seed, and the names that its notebook has defined."
-    folder = tmp_path_factory.mktemp("pretrained")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        space = run_cells(PRETRAIN, pretraining | dict(out="seeds/mine"))
-    return folder / "seeds" / "mine", space
+    return run_apart(PRETRAIN, pretraining, "seeds/mine")
 
 
 def test_seed_opens_under_the_name_of_its_folder(pretrained, pretraining):

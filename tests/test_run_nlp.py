@@ -52,13 +52,9 @@ def parameters(tiny_decoder, tiny_texts):
 
 
 @pytest.fixture(scope="module")
-def ran(parameters, run_cells, tmp_path_factory):
+def ran(parameters, run_apart):
     "Folder of a finished run, and the names that its notebook has defined."
-    folder = tmp_path_factory.mktemp("run")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        space = run_cells(RUN_NLP, parameters | dict(out="out"))
-    return folder / "out", space
+    return run_apart(RUN_NLP, parameters, "out")
 
 
 @pytest.fixture

@@ -63,16 +63,21 @@ def letter(
 
 # %% ../../nbs/data/10_letters.ipynb #76148666
 def _drawn(
-    number: int, fonts: dict, purpose: str, random_state: int, features: Features
+    number: int,
+    letters: str,
+    fonts: dict,
+    purpose: str,
+    random_state: int,
+    features: Features,
 ) -> Dataset:
     "So many letters, equally many of each, in typefaces at random."
     masks, rows = {}, dict(image=[], label=[])
     names = list(fonts)
     for row in range(number):
-        rng, label = generator(random_state, purpose, row), row % 26
+        rng, label = generator(random_state, purpose, row), row % len(letters)
         face = names[rng.integers(len(names))]
         if (face, label) not in masks:
-            masks[face, label] = _mask(fonts[face], string.ascii_uppercase[label])
+            masks[face, label] = _mask(fonts[face], letters[label])
         picture = encoded(letter(masks[face, label], rng), "WEBP", quality=90, method=0)
         rows["image"].append(dict(bytes=picture, path=None))
         rows["label"].append(label)
@@ -86,20 +91,21 @@ def draw_letters(
     folder: str | Path | None = None,  # as for `typefaces`
     random_state: int = 0,  # of all that is random
     name: str = "letters",
+    letters: str = string.ascii_uppercase,  # that all typefaces have; a class each
 ) -> Domain:
     """A client of letters. The first images are the same however many are drawn. Raises
-    `ValueError` for fewer than 26 images of a split, and as `typefaces`."""
+    `ValueError` for fewer images of a split than there are letters, and as `typefaces`."""
     sizes = dict(train=train, validation=validation, test=test)
-    if (least := min(sizes, key=sizes.get)) and sizes[least] < 26:
-        raise ValueError(f"{least} has {sizes[least]} images, but there are 26 letters.")
+    if (least := min(sizes, key=sizes.get)) and sizes[least] < len(letters):
+        raise ValueError(f"{least} has {sizes[least]} images, but there are {len(letters)} letters.")
     paths = typefaces(folder)
     order = generator(random_state, "typefaces").permutation(len(paths))
     few = max(1, len(paths) // 6)
     groups = dict(test=order[:few], validation=order[few : 2 * few], train=order[2 * few :])
-    classes = [f"letter {one}" for one in string.ascii_uppercase]
+    classes = [f"letter {one}" for one in letters]
     features = Features(image=Image(), label=ClassLabel(names=classes))
     parts = {}
     for split, number in sizes.items():
         fonts = {int(i): ImageFont.truetype(paths[i], 120) for i in sorted(groups[split])}
-        parts[split] = _drawn(number, fonts, split, random_state, features)
+        parts[split] = _drawn(number, letters, fonts, split, random_state, features)
     return Domain(name, **parts)

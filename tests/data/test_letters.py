@@ -25,6 +25,15 @@ def test_more_letters_begin_with_fewer_and_another_state_draws_others():
     assert fingerprint(few) == fingerprint(more.select(range(26))) != fingerprint(other)
 
 
+def test_other_letters_are_another_domain_of_the_same_kind():
+    upper, lower = draw_letters(52, 26, 26), draw_letters(52, 26, 26, letters="abcdefg")
+    assert lower.classes == [f"letter {one}" for one in "abcdefg"]
+    assert np.bincount(lower.train["label"]).tolist() == [8, 8, 8, 7, 7, 7, 7]
+    assert fingerprint(upper.train) != fingerprint(lower.train)
+    with pytest.raises(ValueError, match="test has 6 images, but there are 7 letters"):
+        draw_letters(52, 26, 6, letters="abcdefg")
+
+
 def test_ink_and_paper_differ():
     mask = Image.new("L", (40, 60), 255)
     for i in range(20):

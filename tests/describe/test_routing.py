@@ -1,13 +1,13 @@
 "Routing vectors: what a client says of its domain, and the optimum that it is."
 
 import copy
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import close, normal, spread
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from scipy.optimize import minimize
@@ -38,17 +38,6 @@ RATIOS = [form for form in FORMS if form != "mean"]  # the forms that come from 
 each_ratio = pytest.mark.parametrize("form", RATIOS)
 WIDTHS = {form: vector_size(form, 64, 256) for form in FORMS}  # of the tiny seed
 PENALTY = 0.005
-
-close = partial(torch.allclose, atol=1e-5)
-
-
-def normal(*size, random_state=0):
-    return torch.randn(*size, generator=torch.Generator().manual_seed(random_state))
-
-
-def spread(z, axis):
-    "The standard deviation as it is defined, in float64, at least 0.001."
-    return np.sqrt(np.asarray(z, np.float64).var(axis) + 1e-6)
 
 
 def same(one, two):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from families import ABC, QUESTIONS, seed_of
+from families import ABC, QUESTIONS, cut, seed_of
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -298,19 +298,6 @@ def test_precision_of_one_training_does_not_reach_the_next(images):
 
 
 # ---- interrupted, and taken up
-
-
-def cut(seed, classes, after):
-    "The loss of the seed's task, so many times; then the machine is switched off."
-    task, seen = seed.task(classes), []
-
-    def loss(backbone, batch):
-        if len(seen) == after:
-            raise KeyboardInterrupt
-        seen.append(batch)
-        return task.loss(backbone, batch)
-
-    return loss
 
 
 def resumed(given, training, folder, cuts, dropout=0.0, **options):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from datasets import concatenate_datasets
-from families import ABC, QUESTIONS, seed_of
+from families import ABC, QUESTIONS, cut, seed_of
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
@@ -94,27 +94,14 @@ def run(kind, backbone, how=SHORT, random_state=3, **options):
     )
 
 
-def cut(kind, after):
-    "The loss of the seed's task, so many times; then the machines are switched off."
-    seed, _, classes = given(kind)
-    task, seen = seed.task(classes), []
-
-    def loss(backbone, batch):
-        if len(seen) == after:
-            raise KeyboardInterrupt
-        seen.append(batch)
-        return task.loss(backbone, batch)
-
-    return loss
-
-
 def interrupted(folder, after, dropout=0.0):
     "Leave a checkpoint."
     Path(folder).mkdir(exist_ok=True)
+    seed, _, classes = given("images")
     try:
         where = Checkpoint(folder, seconds=0)
         backbone = adapted("images", None, dropout)
-        run("images", backbone, loss=cut("images", after), checkpoint=where)
+        run("images", backbone, loss=cut(seed, classes, after), checkpoint=where)
     except KeyboardInterrupt:
         return {}
     raise AssertionError("nothing interrupted it")

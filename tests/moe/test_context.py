@@ -1,25 +1,13 @@
 "What a token knows of its company: statistics of the real tokens, whatever stands in the padding."
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
+from networks import close, normal, spread
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from harmomoe.moe.context import Context, running_mean, running_sums, token_mean, token_spread
-
-close = partial(torch.allclose, atol=1e-5)
-
-
-def normal(*size, random_state=0):
-    return torch.randn(*size, generator=torch.Generator().manual_seed(random_state))
-
-
-def spread(z, axis):
-    "The standard deviation as it is defined, in float64, at least 0.001."
-    return np.sqrt(np.asarray(z, np.float64).var(axis) + 1e-6)
 
 
 def test_token_mean_looks_at_real_tokens_only():

@@ -3,21 +3,14 @@ evidence that adds up over the layers."""
 
 import copy
 import io
-from functools import partial
 
 import pytest
 import torch
+from networks import close, normal
 from torch import nn
 
 from harmomoe.moe.context import FORMS, Context
 from harmomoe.moe.router import EvidenceRouter, Router, RouterSettings
-
-close = partial(torch.allclose, atol=1e-5)
-
-
-def normal(*size, random_state=0):
-    return torch.randn(*size, generator=torch.Generator().manual_seed(random_state))
-
 
 # ---- logits
 
