@@ -96,8 +96,9 @@ def draw_letters(
     """A client of letters. The first images are the same however many are drawn. Raises
     `ValueError` for fewer images of a split than there are letters, and as `typefaces`."""
     sizes = dict(train=train, validation=validation, test=test)
-    if (least := min(sizes, key=sizes.get)) and sizes[least] < len(letters):
-        raise ValueError(f"{least} has {sizes[least]} images, but there are {len(letters)} letters.")
+    least, many = min(sizes, key=sizes.get), len(letters)
+    if sizes[least] < many:
+        raise ValueError(f"{least} has {sizes[least]} images, but there are {many} letters.")
     paths = typefaces(folder)
     order = generator(random_state, "typefaces").permutation(len(paths))
     few = max(1, len(paths) // 6)
