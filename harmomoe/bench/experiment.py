@@ -19,8 +19,8 @@ import torch
 from fastcore.basics import patch
 
 from ..base.engine import MOST, Engine, Local, read_engine
-from ..base.process import faster_cpu
-from ..base.schema import STRICT, check_names, one_line, parse
+from ..base.process import check_device, faster_cpu
+from ..base.schema import STRICT, check_names, parse
 from ..baselines.method import harmomoe
 from ..baselines.methods import METHODS
 from .compare import Row, check_row, public_of, run_row, run_rows
@@ -278,13 +278,7 @@ def _check_place(methods: tuple[str, ...], device: str, out: str | Path | None) 
     known = "experts", *METHODS
     if unknown := [name for name in methods if name not in known]:
         raise ValueError(f"methods: no method {unknown[0]!r}; there are {', '.join(known)}.")
-    try:
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        raise ValueError(
-            f"device is {device!r}, but must be one on which torch computes here, such as 'cpu' "
-            f"({one_line(error, 120)})."
-        ) from None
+    check_device(device)
     places = (Path(out), *Path(out).parents) if out else ()
     if found := next((place for place in places if place.exists()), None):
         if not found.is_dir():

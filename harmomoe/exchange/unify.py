@@ -24,7 +24,8 @@ from datasets import Dataset
 from fastcore.basics import patch
 
 from ..base.artefacts import atomic_directory
-from ..base.schema import STRICT, check_names, one_line, parse, read_yaml
+from ..base.process import check_device
+from ..base.schema import STRICT, check_names, parse, read_yaml
 from ..config.settings import Config, changed, check_settings, preset
 from ..data.corpora import load_corpus
 from ..data.domains import Benchmark, Domain, three_splits
@@ -152,16 +153,6 @@ def _check_output(folder: Path) -> None:
             f"{folder} holds {others[0]}, which is no part of a model: name a new folder."
         )
 
-
-def _check_device(device: str) -> None:
-    "ValueError for one that there is not."
-    try:
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        raise ValueError(
-            f"{device!r} is none that torch has here ({one_line(error, 120)})."
-        ) from None
-
 # %% ../../nbs/exchange/05_unify.ipynb #a224dc3c
 SMALL = 50  # texts up to which none are held out
 
@@ -270,8 +261,7 @@ def open_adapters(
     recipe = recipe if isinstance(recipe, Recipe) else read_recipe(recipe)
     with _for("output"):
         _check_output(Path(recipe.output))
-    with _for("device"):
-        _check_device(recipe.device)
+    check_device(recipe.device)
     changed(preset(recipe.preset), SERVED | recipe.settings)
     folders = {}
     for name, adapter in recipe.adapters.items():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harmomoe.base import process
-from harmomoe.base.process import StageClock, check_parameters, faster_cpu, seeded
+from harmomoe.base.process import StageClock, check_device, check_parameters, faster_cpu, seeded
 
 # ---- randomness
 
@@ -118,6 +118,16 @@ lam = .3
 def cells(given=None):
     injected = [] if given is None else ["# Parameters\n" + given]
     return ["", PARAMETERS, *injected, "the cell that calls"]
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "cpu:x", "CPU", "", "meta"])
+def test_a_device_that_torch_does_not_have_is_one_error(device):
+    with pytest.raises(ValueError, match=f"device is '{device}', but must be one .* such as 'cpu'"):
+        check_device(device)
+
+
+def test_a_device_that_torch_has_is_taken():
+    check_device("cpu")
 
 
 def test_defaults_alone_are_returned():

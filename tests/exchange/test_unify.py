@@ -284,7 +284,7 @@ def with_data(recipe, data):
         (lambda r: change(r, output="../one"), "output is '../one', which leads out"),
         (lambda r: change(r, output="base"), "output: .*no part of a model: name a new folder"),
         (lambda r: change(r, output="public.jsonl"), "output: .*is a file"),
-        (lambda r: change(r, device="cuda:99"), "device: 'cuda:99' is none that torch has here"),
+        (lambda r: change(r, device="cuda:99"), "device is 'cuda:99', but must be one on which"),
         (lambda r: change(r, preset="best"), "preset is 'best'"),
         (lambda r: change(r, settings={"router.topk": 1}), "unknown field 'router.topk'"),
         (
