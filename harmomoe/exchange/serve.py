@@ -38,6 +38,7 @@ from ..base.schema import JSON_BYTES, one_line, parse
 from .transformers import to_transformers
 from ..models.model import FILE, load_model
 from ..moe.language_model import HarmoMoEForCausalLM
+from ..moe.merged import CACHE
 from ..moe.router import Within, check_fields
 
 # %% ../../nbs/exchange/06_serve.ipynb #a24b206b
@@ -226,7 +227,7 @@ def write(
         how |= dict(stop_strings=request.stops, tokenizer=served.tokenizer)
     if served.merged:
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        how |= dict(merged=True, past_key_values=cache)
+        how |= {"merged": True, CACHE: cache}
     drawn = nullcontext() if request.seed is None else seeded(request.seed)
     with served.lock, drawn, torch.inference_mode():
         tokens = model.generate(**asked, **how, streamer=speaker)

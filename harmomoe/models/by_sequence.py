@@ -29,6 +29,7 @@ from .seed import Seed, Task
 from .training import check_finite
 from .unified import check_experts
 from .weights import open_seed
+from ..moe.context import cache_in
 
 # %% ../../nbs/models/11_by_sequence.ipynb #3988848f
 SEED = -1  # in place of an expert's number: the seed's weights
@@ -126,7 +127,7 @@ def forward(self: MixedSublayer, *given, **named) -> Any:
         )
     if self.shared:
         return self.run(None, given, named)
-    if named.get("past_key_values") is not None:
+    if cache_in(named) is not None:
         raise ValueError("experts with attention of their own need use_cache=False.")
     x = given[0] if given else named["hidden_states"]
     if len(weights) not in (1, len(x)):

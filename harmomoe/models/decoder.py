@@ -39,8 +39,9 @@ from ..data.samples import targets_in
 from ..data.texts import LETTERS
 from .seed import BitsPerByte, Seed, Task
 from ..moe.attention import find_attention
-from ..moe.context import share_context, token_mean
+from ..moe.context import cache_in, share_context, token_mean
 from ..moe.ffn import GATED_FFN, find_ffns
+from ..moe.merged import CACHE
 
 # %% ../../nbs/models/02_decoder.ipynb #e00fb35a
 class DecoderSeed(Seed):
@@ -521,8 +522,9 @@ def _continued(seed, backbone: nn.Module, questions: list[list[tuple]]) -> Tenso
     if ids.shape[1]:
         inputs = seed.inputs(backbone, ids, torch.cat([mask[rows], real], 1), torch.zeros_like(ids))
         inputs["position_ids"] = inputs["position_ids"][:, -ids.shape[1] :]
-        begun.past_key_values.batch_select_indices(rows.to(seed.device))
-        go_on = inputs | dict(past_key_values=begun.past_key_values, use_cache=True)
+        cache = cache_in(begun)
+        cache.batch_select_indices(rows.to(seed.device))
+        go_on = inputs | {CACHE: cache, "use_cache": True}
         logits = torch.cat([logits, backbone(**go_on).logits.float()], 1)
     return log_likelihoods(logits, pad(replies, -100, True).to(seed.device))
 

@@ -27,7 +27,8 @@ from .decoder import DecoderSeed
 from .model import Model
 from .training import check_finite
 from .weights import open_seed
-from ..moe.context import token_mean
+from ..moe.context import cache_in, token_mean
+from ..moe.merged import CACHE
 
 # %% ../../nbs/models/12_heterogeneous.ipynb #a7e52346
 class Projector(nn.Module):
@@ -278,9 +279,9 @@ def generate(
     while len(said) < max_new_tokens:
         total = 0
         for expert, cache in caches.items():
-            given = dict(inputs_embeds=network.into[expert](embedded), past_key_values=cache)
+            given = {"inputs_embeds": network.into[expert](embedded), CACHE: cache}
             found = network.bodies[expert](**given, use_cache=True)
-            caches[expert] = found.past_key_values
+            caches[expert] = cache_in(found)
             total = total + weights[expert] * network.out[expert](found.last_hidden_state[:, -1])
         token = network.head(total).argmax(-1)
         if token.item() == seed.tokenizer.eos_token_id:

@@ -6,7 +6,7 @@ Docs: https://harmomoe.github.io/harmomoe/moe/context.html.md"""
 
 # %% auto #0
 __all__ = ['FORMS', 'REACHES', 'token_mean', 'token_spread', 'token_moments', 'with_squares', 'vector_size', 'running_sums',
-           'running_mean', 'ContextFields', 'Context', 'share_context']
+           'running_mean', 'ContextFields', 'Context', 'cache_in', 'share_context']
 
 # %% ../../nbs/moe/01_context.ipynb #4cd3939c
 import math
@@ -194,6 +194,14 @@ class Context(ContextFields):
         return mean
 
 # %% ../../nbs/moe/01_context.ipynb #2e67546d
+def cache_in(
+    passed: dict,  # keywords of a pass of a model of `transformers`, or what it returned
+) -> Any:  # the cache of keys and values; None if there is none
+    "From `transformers` 5.24 on it is called `cache`, and before `past_key_values`."
+    names = "cache", "past_key_values"
+    return next((passed[name] for name in names if passed.get(name) is not None), None)
+
+
 def _hand_down(model: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict]:
     "A hook on the model that adds `routing_masks` to the keywords: mask, prompt, members."
     mask = keywords.get("attention_mask", arguments[1] if len(arguments) > 1 else None)
@@ -203,7 +211,7 @@ def _hand_down(model: nn.Module, arguments: tuple, keywords: dict) -> tuple[tupl
             "routing by context needs the attention mask [B, T] that says which tokens are "
             "padding, not one that is prepared for attention; leave cache_implementation out."
         )
-    written = keywords.get("past_key_values") is not None
+    written = cache_in(keywords) is not None
     if model.context_reach == "prompt" and prompt is None and not written:
         raise ValueError(
             "with context='prompt' a pass without a cache needs prompt_mask [B, T], True for the "
@@ -226,7 +234,7 @@ class _Leave:
         self, attention: nn.Module, arguments: tuple, keywords: dict
     ) -> tuple[tuple, dict]:
         mask, prompt, members = keywords.pop("routing_masks", (None, None, None))
-        cache = keywords.get("past_key_values")
+        cache = cache_in(keywords)
         if self.reach == "sequence" and cache is not None:
             if cache.get_seq_length(attention.layer_idx):
                 raise ValueError(

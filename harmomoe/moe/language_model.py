@@ -35,7 +35,7 @@ from .attention import LowRankLinear, route_attention, shares_of
 from .context import share_context
 from .ffn import GATED_FFN, find_ffns
 from .layer import LowRankMoE, insert_experts
-from .merged import deciding, merged_pass
+from .merged import CACHE, deciding, merged_pass
 from .router import RouterSettings
 
 # %% ../../nbs/moe/06_language_model.ipynb #95180fcc
@@ -446,7 +446,7 @@ class HarmoMoEForCausalLM(
         input_ids: Tensor | None = None,  # int64 [B, T]
         attention_mask: Tensor | None = None,  # [B, T + tokens in the cache], 0 for padding
         position_ids: Tensor | None = None,  # int64 [B, T]
-        past_key_values: Any = None,  # the cache
+        cache: Any = None,  # of keys and values
         inputs_embeds: Tensor | None = None,  # [B, T, d], in place of `input_ids`
         labels: Tensor | None = None,  # int64 [B, T], -100 where nothing is predicted
         use_cache: bool | None = None,  # whether to return a cache
@@ -459,20 +459,22 @@ class HarmoMoEForCausalLM(
         # whether to return `router_logits`, for each layer [B T, E], as Mixtral does
         output_router_logits: bool | None = None,
         merged: bool = False,  # merge the experts into weights for what follows in this cache
+        past_key_values: Any = None,  # `cache`, as transformers called it before 5.24
         **others: Any,  # whatever the seed's own `forward` takes
     ):  # `CausalLMOutputWithPast`, or with `router_logits` `MoeCausalLMOutputWithPast`
         "The seed's pass. Raises `ValueError` if a router lacks its context, or a text members."
         _check_pass(self, members, others)
-        merged = _merges(self, merged, past_key_values, output_router_logits)
+        cache = past_key_values if cache is None else cache
+        merged = _merges(self, merged, cache, output_router_logits)
         if self.config.router["context"] == "prompt" or merged:
             others["prompt_mask"] = asked_tokens(prompt_mask, labels, attention_mask)
         given = dict(input_ids=input_ids, inputs_embeds=inputs_embeds, labels=labels)
         given |= dict(attention_mask=attention_mask, position_ids=position_ids, members=members)
-        cached = dict(past_key_values=past_key_values, use_cache=use_cache)
-        run = partial(heard_pass, self) if output_router_logits else self.backbone
+        given |= dict(use_cache=use_cache, logits_to_keep=logits_to_keep) | others
         if merged:
-            run = partial(merged_pass, self.backbone)
-        return run(**given, **cached, logits_to_keep=logits_to_keep, **others)
+            return merged_pass(self.backbone, cache, **given)
+        run = partial(heard_pass, self) if output_router_logits else self.backbone
+        return run(**given, **{CACHE: cache})
 
 # %% ../../nbs/moe/06_language_model.ipynb #f543255f
 def _name_in_transformers(kind: type) -> None:

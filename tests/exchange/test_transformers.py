@@ -25,7 +25,7 @@ from moe.small_unified import (
     randomise,
     shared,
 )
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -226,7 +226,7 @@ def test_images_have_no_class_in_transformers(tiny_seed):
 
 def test_a_model_that_was_added_to_does_not_come_back(tmp_path, tokenizer):
     model = build()
-    model.add_adapter(LoraConfig(target_modules=["gate_proj"]))
+    inject_adapter_in_model(LoraConfig(target_modules=["gate_proj"]), model)
     with pytest.raises(ValueError, match="Merge adapters first"):
         from_transformers(model, tokenizer)
     shared().save_pretrained(tmp_path)

@@ -85,7 +85,7 @@ def shared(family="llama"):
 
 def logits_of(model, texts=TEXTS, mask=LEFT, **others):
     "Where nothing says what the prompt is, all of a text is."
-    said = others.keys() & {"labels", "prompt_mask", "past_key_values"}
+    said = others.keys() & {"labels", "prompt_mask"}
     inner = getattr(model, "backbone", model).base_model
     if not said and getattr(inner, "context_reach", "") == "prompt":
         others["prompt_mask"] = torch.ones_like(texts) if mask is None else mask

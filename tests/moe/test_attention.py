@@ -9,6 +9,7 @@ from moe.small_unified import EXPERTS, LEFT, TEXTS, build, close, families, logi
 from torch import nn
 
 from harmomoe.moe.attention import LowRankLinear, find_attention, route_attention
+from harmomoe.moe.context import cache_in
 from harmomoe.moe.language_model import HarmoMoEForCausalLM
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -80,8 +81,8 @@ def test_with_a_cache_it_is_the_full_pass(family, names, pieces):
         for length in pieces:
             end = start + length
             texts, mask = TEXTS[:, start:end], LEFT[:, :end]
-            part = model(texts, attention_mask=mask, past_key_values=kept, use_cache=True)
-            kept, start = part.past_key_values, end
+            part = model(texts, attention_mask=mask, cache=kept, use_cache=True)
+            kept, start = cache_in(part), end
             found.append(part.logits)
     real, at_once = LEFT.bool(), logits_of(model, use_cache=False)
     assert close(torch.cat(found, 1)[real], at_once[real])

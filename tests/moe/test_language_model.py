@@ -24,7 +24,9 @@ from moe.small_unified import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig
 
+from harmomoe.moe.context import cache_in
 from harmomoe.moe.language_model import HarmoMoEConfig, HarmoMoEForCausalLM
+from harmomoe.moe.merged import CACHE
 
 WHOLE = dict(max_new_tokens=7, min_new_tokens=7)
 
@@ -52,11 +54,20 @@ def test_with_a_cache_it_is_the_full_pass(family, pieces):
         for length in pieces:
             end = start + length
             texts, mask = TEXTS[:, start:end], LEFT[:, :end]
-            part = model(texts, attention_mask=mask, past_key_values=kept, use_cache=True)
-            kept, start = part.past_key_values, end
+            part = model(texts, attention_mask=mask, cache=kept, use_cache=True)
+            kept, start = cache_in(part), end
             parts.append(part.logits)
     real, at_once = LEFT.bool(), logits_of(model, use_cache=False)
     assert close(torch.cat(parts, 1)[real], at_once[real])
+
+
+def test_a_cache_may_have_the_name_of_before():
+    model, logits = shared(), []
+    with torch.no_grad():
+        for name in ("cache", "past_key_values"):
+            kept = cache_in(model(TEXTS[:, :6], use_cache=True))
+            logits.append(model(TEXTS[:, 6:], **{name: kept}).logits)
+    assert torch.equal(*logits) and kept.get_seq_length() == 9
 
 
 @families
@@ -120,9 +131,9 @@ def test_labels_tell_where_the_prompt_ends():
     assert torch.equal(logits_of(model, labels=labels, use_cache=False), by_mask)
     whole = logits_of(model, use_cache=False)
     assert not close(whole, by_mask)
-    kept = model(TEXTS, attention_mask=LEFT, prompt_mask=LEFT, use_cache=True).past_key_values
+    kept = cache_in(model(TEXTS, attention_mask=LEFT, prompt_mask=LEFT, use_cache=True))
     kept.crop(-3)
-    again = model(TEXTS[:, 6:], attention_mask=LEFT, past_key_values=kept, use_cache=True).logits
+    again = model(TEXTS[:, 6:], attention_mask=LEFT, cache=kept, use_cache=True).logits
     assert close(again[LEFT[:, 6:].bool()], whole[:, 6:][LEFT[:, 6:].bool()])
 
 
@@ -161,9 +172,9 @@ def test_company_and_padding_change_nothing(family):
 def test_what_was_taken_back_leaves_no_trace(family):
     model, text = shared(family), TEXTS[1:]
     with torch.no_grad():
-        kept = model(text, use_cache=True, past_key_values=DynamicCache()).past_key_values
+        kept = cache_in(model(text, use_cache=True, cache=DynamicCache()))
         kept.crop(-4)
-        again = model(text[:, 5:], past_key_values=kept).logits
+        again = model(text[:, 5:], cache=kept).logits
     assert close(again, logits_of(model, text, None)[:, 5:])
     greedy = model.generate(text, **WHOLE)
     assert torch.equal(model.generate(text, prompt_lookup_num_tokens=3, **WHOLE), greedy)
@@ -175,11 +186,11 @@ def test_what_was_taken_back_leaves_no_trace(family):
 def test_a_cache_can_be_reordered_copied_and_thinned_out(family):
     model = shared(family)
     with torch.no_grad():
-        kept = model(TEXTS[:, :6], attention_mask=LEFT[:, :6], use_cache=True).past_key_values
+        kept = cache_in(model(TEXTS[:, :6], attention_mask=LEFT[:, :6], use_cache=True))
         kept.batch_repeat_interleave(2)
         kept.reorder_cache(torch.tensor([3, 2, 1, 0]))
         kept.batch_select_indices(torch.tensor([0, 3]))
-        rest = model(TEXTS[[1, 0], 6:], attention_mask=LEFT[[1, 0]], past_key_values=kept).logits
+        rest = model(TEXTS[[1, 0], 6:], attention_mask=LEFT[[1, 0]], cache=kept).logits
     assert close(rest, logits_of(model)[[1, 0], 6:])
 
 
@@ -189,7 +200,7 @@ def test_a_conversation_goes_on_from_its_cache(family):
     first = model.generate(TEXTS, attention_mask=LEFT, return_dict_in_generate=True, **WHOLE)
     texts = torch.cat([first.sequences, TEXTS[:, :2]], 1)
     settings = dict(attention_mask=torch.cat([LEFT, ones], 1)) | WHOLE
-    again = model.generate(texts, past_key_values=first.past_key_values, **settings)
+    again = model.generate(texts, **{CACHE: cache_in(first)}, **settings)
     assert torch.equal(again, model.generate(texts, **settings))
 
 
@@ -274,8 +285,8 @@ def test_members_with_a_cache_are_those_of_the_full_pass(context, pieces):
             texts, how = TEXTS[:, start:end], dict(attention_mask=LEFT[:, :end], use_cache=True)
             if context == "prompt" and not start:
                 how["prompt_mask"] = LEFT[:, :end]
-            part = model(texts, past_key_values=kept, members=members, **how)
-            kept, start = part.past_key_values, end
+            part = model(texts, cache=kept, members=members, **how)
+            kept, start = cache_in(part), end
             parts.append(part.logits)
     full = logits_of(model, members=members, prompt_mask=asked, use_cache=False)
     assert close(torch.cat(parts, 1)[LEFT.bool()], full[LEFT.bool()])
@@ -864,8 +875,8 @@ def test_compiled_with_a_cache_and_for_training():
     with torch.no_grad():
         for start, end in ((0, 4), (4, 5), (5, 6), (6, 9)):
             texts, mask = TEXTS[:, start:end], LEFT[:, :end]
-            part = compiled(texts, attention_mask=mask, past_key_values=kept, use_cache=True)
-            kept = part.past_key_values
+            part = compiled(texts, attention_mask=mask, cache=kept, use_cache=True)
+            kept = cache_in(part)
             parts.append(part.logits)
     assert close(torch.cat(parts, 1)[LEFT.bool()], logits_of(model)[LEFT.bool()])
     model.train()
@@ -956,8 +967,8 @@ def test_router_logits_come_in_a_tuple_with_a_cache_and_in_training():
     assert len(as_tuple[-1]) == 3 and as_tuple[-1][0].shape == (18, 3)
     kept, parts = None, []
     for t in range(9):
-        one = model(TEXTS[:, t : t + 1], past_key_values=kept, output_router_logits=True)
-        kept = one.past_key_values
+        one = model(TEXTS[:, t : t + 1], cache=kept, output_router_logits=True)
+        kept = cache_in(one)
         parts.append(torch.stack(one.router_logits))
     at_once = torch.stack(as_tuple[-1]).view(3, 2, 9, 3)
     assert torch.allclose(torch.stack(parts, 2), at_once, atol=1e-4)

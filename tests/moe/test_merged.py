@@ -10,7 +10,8 @@ import torch
 from moe.small_unified import LEFT, SIZE, TEXTS, build, close, families, logits_of
 from transformers import DynamicCache
 
-from harmomoe.moe.merged import alike, merge_experts, prompt_shares, without_experts
+from harmomoe.moe.context import cache_in
+from harmomoe.moe.merged import CACHE, alike, merge_experts, prompt_shares, without_experts
 
 WHOLE = dict(max_new_tokens=7, min_new_tokens=7)
 ONE = dict(context="prompt", top_k=1, lam=1.0)  # one expert answers a prompt in each layer
@@ -35,7 +36,7 @@ def unchanged(model, before):
 def read(model, texts=TEXTS[1:], **how):
     "The cache of a text that was read, with its merged weights."
     with torch.no_grad():
-        return model(texts, merged=True, **how).past_key_values
+        return cache_in(model(texts, merged=True, **how))
 
 
 def own_bytes(model, cache):
@@ -57,7 +58,7 @@ def test_one_expert_for_the_prompt_is_exact(family, attention, norm):
     written = model.generate(text, **WHOLE)
     assert torch.equal(model.generate(text, merged=True, **WHOLE), written)
     cache = read(model)
-    found = model(written[:, 9:], past_key_values=cache).logits
+    found = model(written[:, 9:], cache=cache).logits
     assert close(found, logits_of(model, written, None, prompt_mask=ASKED)[:, 9:])
     assert unchanged(model, before)
 
@@ -81,7 +82,7 @@ def test_several_experts_are_averaged_to_second_order(top_k):
                     b.mul_(size)
             model.double()
         written = torch.cat([TEXTS[1:], TEXTS[:1, :7]], 1)
-        found = model(written[:, 9:], past_key_values=read(model)).logits
+        found = model(written[:, 9:], cache=read(model)).logits
         exact = logits_of(model, written, None, prompt_mask=ASKED)[:, 9:]
         errors.append((found - exact).norm().item())
     assert errors[0] > 1e-7 and errors[0] / errors[1] == pytest.approx(4, rel=0.1)
@@ -132,14 +133,14 @@ def test_a_router_by_the_whole_sequence_writes_with_a_cache():
 
 def test_a_conversation_goes_on_with_its_weights():
     model, cache = build(**ONE), DynamicCache(config=build(**ONE).config.get_text_config())
-    first = model.generate(TEXTS[1:], merged=True, past_key_values=cache, **WHOLE)
+    first = model.generate(TEXTS[1:], merged=True, **{CACHE: cache}, **WHOLE)
     weights = cache.merged
     longer = torch.cat([first, TEXTS[:1, 3:]], 1)
-    second = model.generate(longer, merged=True, past_key_values=cache, **WHOLE)
+    second = model.generate(longer, merged=True, **{CACHE: cache}, **WHOLE)
     assert cache.merged is weights
     plain = DynamicCache(config=model.config.get_text_config())
-    model.generate(TEXTS[1:], past_key_values=plain, **WHOLE)
-    assert torch.equal(second, model.generate(longer, past_key_values=plain, **WHOLE))
+    model.generate(TEXTS[1:], **{CACHE: plain}, **WHOLE)
+    assert torch.equal(second, model.generate(longer, **{CACHE: plain}, **WHOLE))
 
 
 # Whose weights
@@ -161,7 +162,7 @@ def test_requests_that_are_written_at_the_same_time_do_not_meet():
     def write(one, new):
         with torch.no_grad():
             while len(new) < 7:
-                new.append(following(model(new[-1], past_key_values=one.past_key_values).logits))
+                new.append(following(model(new[-1], cache=cache_in(one)).logits))
 
     threads = [threading.Thread(target=write, args=pair) for pair in zip(begun, found)]
     for thread in threads:
@@ -194,10 +195,10 @@ def test_a_copied_cache_has_the_same_weights_and_its_own_keys():
     cache = read(model)
     again = copy.deepcopy(cache)
     assert again.merged is cache.merged
-    first = model(TEXTS[:1], past_key_values=cache).logits
-    assert torch.equal(model(TEXTS[:1], past_key_values=again).logits, first)
+    first = model(TEXTS[:1], cache=cache).logits
+    assert torch.equal(model(TEXTS[:1], cache=again).logits, first)
     cache.reset()
-    model(TEXTS[:1, 3:], past_key_values=cache, merged=True)
+    model(TEXTS[:1, 3:], cache=cache, merged=True)
     assert cache.merged is not again.merged  # a new text, a new decision
 
 
@@ -212,10 +213,10 @@ def test_members_are_those_of_the_request():
         assert torch.equal(written, model.generate(TEXTS[1:], **who, **WHOLE))
     cache = read(model, members=model.members([["law"]]))
     assert cache.merged.shares.tolist() == [[0.0, 1.0, 0.0]] * 3
-    model(TEXTS[1:, :1], past_key_values=cache, members=model.members([["law"]]))
+    model(TEXTS[1:, :1], cache=cache, members=model.members([["law"]]))
     for members in (model.members([["seed"]]), None):
         with pytest.raises(ValueError, match="were merged for other members"):
-            model(TEXTS[1:, :1], past_key_values=cache, members=members)
+            model(TEXTS[1:, :1], cache=cache, members=members)
 
 
 def test_one_member_is_exact_whatever_the_context():

@@ -8,6 +8,7 @@ import torch
 from small_unified import CONFIGS, LEFT, TEXTS, build
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from harmomoe.moe.context import cache_in
 from harmomoe.moe.ffn import CLIP_FFN, find_ffns
 from harmomoe.moe.layer import LowRankMoE, insert_experts
 from harmomoe.moe.router import RouterSettings
@@ -94,7 +95,7 @@ def test_token_by_token_with_a_cache(gpu, context, attention):
             begun = model(
                 input_ids=torch.zeros(2, 1, dtype=torch.int64),
                 attention_mask=mask,
-                past_key_values=begun.past_key_values,
+                cache=cache_in(begun),
                 use_cache=True,
             )
     assert on_gpu(begun.logits) and begun.logits.shape == (2, 1, 97)
