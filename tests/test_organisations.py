@@ -1,6 +1,7 @@
 """The three notebooks of organisations that trust nobody, each in a folder of its own: invite,
 client, server. What a process of its own adds is in the guide."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,11 @@ from harmomoe.models.model import load_model
 from harmomoe.server.merge import ROUTERS
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "nbs"
-SETTINGS = (
+FEW = (
     "proxies.candidates=40, proxies.number=12, routing.public_samples=40, expert.rank=4, "
-    "expert.epochs=2, expert.batch_size=16, gate.epochs=1, gate.batch_size=16, "
-    "finetune.epochs=1, finetune.batch_size=16, routing.forms=mean"
+    "expert.epochs=2, expert.batch_size=16, finetune.epochs=1, finetune.batch_size=16"
 )
+SETTINGS = f"{FEW}, gate.epochs=1, gate.batch_size=16, routing.forms=mean"
 POLICY = "leave: [adapter, routing, proxies]\nguarantee: none\nprivate_samples: 10\n"
 
 pytestmark = [
@@ -205,6 +206,30 @@ def test_an_invitation_can_be_read_by_people(world):
     assert read_invitation(world / "invitation.yaml").digest
 
 
+def test_an_invitation_asks_every_client_for_a_guarantee(
+    play, tiny_seed_folder, tiny_folder, tmp_path
+):
+    play(
+        "invite",
+        name="guarded",
+        out=str(tmp_path / "invitation.yaml"),
+        backbone=str(tiny_seed_folder),
+        pool=str(tiny_folder / "pool"),
+        preset="embedded",
+        settings=FEW,
+        epsilon=8.0,
+        private_samples=10,
+        rank=4,
+    )
+    asked = read_invitation(tmp_path / "invitation.yaml").settings
+    assert (asked.privacy.epsilon, asked.gate.epochs, asked.router.form) == (8.0, 0, "moments")
+    (tmp_path / "policy.yaml").write_text(POLICY.replace("none", "{epsilon: 8, delta: 0.05}"))
+    play("client", **of(tmp_path, tiny_folder, "a"))
+    [manifest] = (tmp_path / "a").glob("bundle*/manifest.json")
+    promised = json.loads(manifest.read_text())["facts"]["guarantee"]
+    assert 0 < promised["epsilon"] <= 8
+
+
 @pytest.mark.parametrize(
     "wrong, said",
     [
@@ -214,6 +239,7 @@ def test_an_invitation_can_be_read_by_people(world):
         (dict(deadline="2027-01-31"), "time zone"),
         (dict(settings="router.topk=2"), "topk"),
         (dict(rank=0), "rank"),
+        (dict(epsilon=-1.0), "epsilon"),
         (dict(preset="best"), "preset"),
     ],
 )

@@ -413,7 +413,20 @@ def test_presets_can_be_guaranteed():
     for name in ("paper", "gated", "text", "embedded", "ratios", "embedded-text"):
         config = guaranteed(preset(name), 3)
         assert config.privacy.epsilon == 3 and config.gate.epochs == 0
+        assert config.expert.warmup_steps == 0  # there are few steps
     assert guaranteed(preset("gated"), None) == preset("gated")
+
+
+@pytest.mark.parametrize("name, times", [("ratios", 10), ("text", 10), ("paper", 1)])
+def test_steps_with_noise_are_few_and_long(name, times):
+    usual, private = preset(name).expert, guaranteed(preset(name), 3).expert
+    assert private.learning_rate == times * usual.learning_rate
+    assert private.epochs == 2 * usual.epochs and private.rank == usual.rank
+
+
+def test_experts_of_proxies_alone_learn_as_ever():
+    config = changed(preset("ratios"), {"expert.private": False})
+    assert guaranteed(config, 3).expert == config.expert
 
 
 def test_clients_of_another_kind_promise_nothing(tiny, tmp_path):
