@@ -6,6 +6,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -227,7 +229,18 @@ def test_an_invitation_asks_every_client_for_a_guarantee(
     play("client", **of(tmp_path, tiny_folder, "a"))
     [manifest] = (tmp_path / "a").glob("bundle*/manifest.json")
     promised = json.loads(manifest.read_text())["facts"]["guarantee"]
-    assert 0 < promised["epsilon"] <= 8
+    assert 0 < promised["epsilon"] <= 8 and promised["unit"] == "sample"
+    table = pq.read_table(tiny_folder / "a_train.parquet")
+    owners = pa.array([f"p{row // 2}" for row in range(len(table))])
+    pq.write_table(table.append_column("owner", owners), tmp_path / "owned.parquet")
+    groups = "guarantee: {epsilon: 8, delta: 0.1, unit: group}"
+    (tmp_path / "policy.yaml").write_text(POLICY.replace("guarantee: none", groups))
+    given = of(tmp_path, tmp_path, "owned")
+    with pytest.raises(ValueError, match="not for each group: name the column"):
+        play("client", **given)
+    play("client", **given, group="owner")
+    [manifest] = (tmp_path / "owned").glob("bundle*/manifest.json")
+    assert json.loads(manifest.read_text())["facts"]["guarantee"]["unit"] == "group"
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class Promise:
     parts: dict[str, BoundedSum]  # one of `PRIVATE_PARTS` -> what hides a sample there
     secure: StrictBool  # whether noise came from the operating system
     accountant: str  # what counted, and its version
-    unit: Literal["sample"] = "sample"  # what is hidden
+    unit: Literal["sample", "group"] = "sample"  # what is hidden; all samples of a group together
     # by what: it makes no difference whether its place is empty
     neighbours: Literal["one emptied"] = "one emptied"
 
@@ -104,7 +104,7 @@ class Facts:
     client: str  # name of the client, and of its expert
     private_samples: StrictInt  # how many were private; 0 if the expert was trained elsewhere
     proxies: StrictInt  # how many public samples stand for them
-    guarantee: Promise | None = None  # what is guaranteed of each private sample
+    guarantee: Promise | None = None  # what is guaranteed of each private sample or group
 
     def __post_init__(self):
         check_name(self.client)

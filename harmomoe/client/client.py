@@ -33,6 +33,7 @@ from harmomoe.config.accounting import (
 )
 from ..config.settings import Config, RelevanceSettings, RoutingSettings
 from ..data.domains import Domain, fingerprint
+from ..data.images import GROUP
 from ..data.samples import expert_data, union_label_space
 from ..describe.embeddings import cached_embeddings
 from ..describe.lda import lda_relevance, lda_routing
@@ -100,13 +101,22 @@ def bundle(
 
 # %% ../../nbs/client/03_client.ipynb #182dc333
 @patch(as_prop=True)
+def groups(self: Client) -> np.ndarray | None:  # int64 [N], 0 to G - 1
+    "Whose each private sample is, if the data say so."
+    if GROUP not in self.domain.train.column_names:
+        return None
+    return np.unique(self.domain.train[GROUP], return_inverse=True)[1]
+
+
+@patch(as_prop=True)
 def budget(self: Client) -> Budget | None:
     """How much noise each part gets, or None without a guarantee. Raises `ImportError` without the
     extra `privacy`, and `ValueError` for what no noise can keep."""
-    config = self.public.config
-    return budget(config, len(self.domain.train)) if config.privacy.wanted else None
+    config, groups = self.public.config, self.groups
+    units = len(self.domain.train) if groups is None else groups.max() + 1
+    return budget(config, int(units)) if config.privacy.wanted else None
 
-
+# %% ../../nbs/client/03_client.ipynb #f6a90d3e
 @patch
 def noise(
     self: Client,
@@ -131,7 +141,9 @@ def _average(client: Client, part: str) -> Average:
     "The mean that a closed form is given, with noise if there is a guarantee."
     if client.budget is None:
         return Average()
-    return Average(getattr(client.budget, part).noise, client.noise(part))
+    own = part == "relevance" or client.public.config.expert.private  # else all are proxies
+    groups = client.groups if own else None
+    return Average(getattr(client.budget, part).noise, client.noise(part), groups)
 
 # %% ../../nbs/client/03_client.ipynb #c4ce6843
 def _closed(config: Config, stage: RelevanceSettings | RoutingSettings) -> dict:
@@ -270,6 +282,7 @@ def private_data(
         learn_public=proxies is not None,
         clip=config.privacy.clip,
         both=config.privacy.factors == "both",
+        groups=self.groups,
     )
 
 # %% ../../nbs/client/03_client.ipynb #c97c046a
@@ -384,5 +397,6 @@ def promise(self: Client) -> Promise | None:
         for part, folder in folders.items()
         if (mechanism := getattr(whole, part))
     }
-    secure = self.public.config.privacy.secure
-    return Promise(whole.epsilon, whole.delta, parts, secure, accountant_version())
+    unit = "sample" if self.groups is None else "group"
+    secure, counted = self.public.config.privacy.secure, accountant_version()
+    return Promise(whole.epsilon, whole.delta, parts, secure, counted, unit)

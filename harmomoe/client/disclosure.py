@@ -75,15 +75,17 @@ class Disclosure:
 # %% ../../nbs/client/05_disclosure.ipynb #0ba47316
 @patch
 def guarantee(self: Disclosure) -> str:
-    "What is guaranteed of each private sample, in a sentence."
+    "What is guaranteed, and of whom, in a sentence."
     given = self.bundle.manifest.facts.guarantee
     if given is None:
         return "No guarantee: what the bundle tells of a single private sample is not bounded."
     drawn = "the operating system" if given.secure else "a random state that others may know"
+    groups = " and groups" if given.unit == "group" else ""
+    whom = "all private samples of a group together" if groups else "each private sample"
     return (
         f"({given.epsilon:.3g}, {given.delta:.1e})-differential privacy of the whole bundle for "
-        f"each private sample, counted by {given.accountant}; noise came from {drawn}. Not "
-        "protected: how many samples there are, names of classes, and who takes part."
+        f"{whom}, counted by {given.accountant}; noise came from {drawn}. Not protected: how many "
+        f"samples{groups} there are, names of classes, and who takes part."
     )
 
 # %% ../../nbs/client/05_disclosure.ipynb #7908e59e

@@ -25,11 +25,13 @@ PARTS = "adapter", "routing", "proxies"
 
 @dataclass(frozen=True)
 class Guarantee:
-    "A bound on what the bundle tells of any one sample. Raises `ValueError` for what is no bound."
+    """A bound on what the bundle tells of any one sample, or of any one group of samples. Raises
+    `ValueError` for what is no bound."""
 
     __pydantic_config__ = STRICT
     epsilon: float  # of (ε, δ)-differential privacy, above 0
     delta: float  # above 0 and below 1
+    unit: Literal["sample", "group"] = "sample"  # a guarantee for groups holds for samples, too
 
     def __post_init__(self):
         if not (0 < self.epsilon < float("inf") and 0 < self.delta < 1):
@@ -52,7 +54,7 @@ class Policy:
         if self.private_samples < 1:
             raise ValueError(f"private_samples is {self.private_samples}, but must be at least 1")
 
-
+# %% ../../nbs/client/04_policy.ipynb #7b21c6e0
 def read_policy(
     file: str | Path,  # YAML
 ) -> Policy:
@@ -99,6 +101,8 @@ def _check_guarantee(policy: Policy, client: Client) -> None:
         what = "none: set privacy.epsilon"
     elif not client.public.config.privacy.secure:
         what = "noise that can be drawn again: set privacy.secure"
+    elif wanted.unit == "group" and client.groups is None:
+        what = "one for each sample, not for each group: name the column that says whose each is"
     elif given.epsilon > wanted.epsilon:
         what = f"epsilon {given.epsilon:.4g}: lower privacy.epsilon"
     elif given.delta > wanted.delta:

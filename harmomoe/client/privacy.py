@@ -60,13 +60,29 @@ class Noise:
         "Normal numbers of mean 0 and variance 1."
         return torch.from_numpy(ndtri(self.uniform(int(np.prod(shape))))).reshape(shape)
 
-    def batch(
-        self,
-        samples: int,
-        rate: float,  # with which each takes part, whatever the others do
-    ) -> np.ndarray:  # int64, rows in rising order; there may be none
-        "A Poisson batch."
-        return np.flatnonzero(self.uniform(samples) < rate)
+# %% ../../nbs/client/02_privacy.ipynb #4c8e7d20
+@patch
+def batch(
+    self: Noise,
+    samples: int,
+    rate: float,  # with which each takes part, whatever the others do
+) -> np.ndarray:  # int64, rows in rising order; there may be none
+    "A Poisson batch."
+    return np.flatnonzero(self.uniform(samples) < rate)
+
+
+@patch
+def rows(
+    self: Noise,
+    groups: list[np.ndarray],  # int64, the rows of each
+    rate: float,  # with which each group takes part
+) -> np.ndarray:  # int64, one row of each group that does
+    "A Poisson batch of groups."
+    drawn = [groups[group] for group in self.batch(len(groups), rate)]
+    if all(len(rows) == 1 for rows in drawn):  # and nothing is to be chosen
+        return np.concatenate([np.zeros(0, np.int64), *drawn])
+    which = self.uniform(len(drawn))
+    return np.array([rows[int(u * len(rows))] for rows, u in zip(drawn, which)], np.int64)
 
 # %% ../../nbs/client/02_privacy.ipynb #c3cdc09a
 def noised_mean(
@@ -74,10 +90,16 @@ def noised_mean(
     bound: float,  # C: each is cut to this norm
     noise: float,  # σ
     source: Noise,
-) -> Tensor:  # float64 [size]
-    "A mean that tells little of any one sample."
-    total = bounded(samples, bound).sum(0)
-    return (total + noise * bound * source.normal(total.shape)) / len(samples)
+    groups: np.ndarray | None = None,  # int64 [N], 0 to G - 1: each sample's; None: its own
+) -> Tensor:  # float64 [size], the mean over samples, or over groups of their means
+    "A mean that tells little of any one sample, or of all those of a group."
+    parts = bounded(samples, bound)
+    if groups is not None:
+        counts = torch.from_numpy(np.bincount(groups)).double()
+        empty = parts.new_zeros(len(counts), parts.shape[1])
+        parts = empty.index_add(0, torch.from_numpy(groups), parts) / counts[:, None]
+    total = parts.sum(0)
+    return (total + noise * bound * source.normal(total.shape)) / len(parts)
 
 
 class Average:
@@ -87,15 +109,16 @@ class Average:
         self,
         noise: float = 0.0,  # σ; 0 is a mean without a guarantee
         source: Noise | None = None,  # needed for noise
+        groups: np.ndarray | None = None,  # as for `noised_mean`, with noise
     ):
-        self.noise, self.source, self.bound = noise, source, None
+        self.noise, self.source, self.groups, self.bound = noise, source, groups, None
 
     def __call__(self, samples: Tensor, bound: float) -> Tensor:
         "The mean of samples [N, size], each cut to the bound."
         self.bound = bound
         if not self.noise:
             return bounded_mean(samples, bound)
-        return noised_mean(samples, bound, self.noise, self.source)
+        return noised_mean(samples, bound, self.noise, self.source, self.groups)
 
 # %% ../../nbs/client/02_privacy.ipynb #358f5c25
 class Gradients:
@@ -202,6 +225,8 @@ class PrivateData:
     learn_public: bool = True  # whether it learns from the public samples, too
     clip: float | None = None  # C; None: the public samples' usual norm
     both: bool = False  # whether both factors of LoRA learn, or B alone
+    # int64, 0 to G - 1: the group of each private sample; None: each is one of its own
+    groups: np.ndarray | None = None
 
 
 def train_privately(
@@ -238,6 +263,8 @@ class _Steps:
         self.gradients = Gradients(expert, seed.task(label_space).loss)
         self.mechanism, self.source, self.settings = data.mechanism, data.source, settings
         self.proxies = len(data.public) if data.learn_public else 0
+        own = np.arange(len(data.private)) if data.groups is None else data.groups
+        self.members = np.split(np.argsort(own, kind="stable"), np.bincount(own).cumsum()[:-1])
         self.order = np.random.default_rng(random_state)  # of proxies, which are public
         expert.train()  # LoRA's dropout
         self.optimizer = settings.optimizer_for(self.gradients.parameters)
@@ -247,11 +274,11 @@ class _Steps:
     def one(self, step: int) -> tuple[float, int]:  # the sum of the losses, and of how many
         "Take a step."
         rate, bound, parameters = self.mechanism.rate, self.bound, self.gradients.parameters
-        rows = self.source.batch(len(self.private.dataset), rate)
+        rows = self.source.rows(self.members, rate)
         beside = np.flatnonzero(self.order.random(self.proxies) < rate)
         sums, lost = self.gradients.cut_sum(self.private, rows, bound)
         others, also = self.gradients.cut_sum(self.public, beside, bound)
-        expected = rate * (len(self.private.dataset) + self.proxies)
+        expected = rate * (len(self.members) + self.proxies)
         for p, mine, theirs in zip(parameters, sums, others):
             noise = self.source.normal(p.shape).to(p)
             hidden = mine + self.mechanism.noise * bound * noise

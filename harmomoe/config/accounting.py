@@ -127,13 +127,18 @@ def steps_of(
     rate = min(1.0, batch / (samples + public))
     return Mechanism(1.0, rate, max(1, math.ceil(config.expert.epochs / rate)))
 
-
+# %% ../../nbs/config/02_accounting.ipynb #c0d7b4a5
 def budget(
     config: Config,  # with a guarantee
-    samples: int,  # N private ones
+    samples: int,  # N private ones, or groups of them that are to be hidden
 ) -> Budget:
-    "The noise of every part. Raises `ImportError` without the extra `privacy`."
+    """The noise of every part. Raises `ImportError` without the extra `privacy`, and `ValueError`
+    for fewer than two samples."""
     privacy, expert = config.privacy, config.expert
+    if samples < 2:
+        raise ValueError(
+            f"a guarantee hides one among others, but there is {samples} sample or group."
+        )
     delta = samples**-1.1 if privacy.delta is None else privacy.delta
     parts = dict(relevance=Mechanism(privacy.relevance), routing=Mechanism(privacy.routing))
     if expert.private and expert.epochs:

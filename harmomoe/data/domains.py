@@ -28,6 +28,7 @@ from fastcore.basics import patch
 # %% ../../nbs/data/03_domains.ipynb #1c61b3ff
 from harmomoe.data.images import (
     FOLDER_LAYOUT,
+    GROUP,
     HUB_ID,
     PARQUET_LAYOUT,
     SPLIT_NAMES,
@@ -66,7 +67,8 @@ class Domain:
     instructions have one class, and need rows in train only."""
 
     name: str  # how results call this domain
-    train: Dataset  # columns image and label, or prompt, answer, choices and label
+    # columns image and label, or prompt, answer, choices and label; maybe group: whose it is
+    train: Dataset
     validation: Dataset  # as train
     test: Dataset  # as train
 
@@ -311,17 +313,22 @@ def _refuse_both(source: str, file: Path) -> None:
             f"{source}: {file} and {image} go by one name; keep the file or the folder of images"
         )
 
-
-def _source_parts(source: str, on_error: str) -> dict[str, Dataset]:
+# %% ../../nbs/data/03_domains.ipynb #90ab5c17
+def _source_parts(source: str, on_error: str, group: str) -> dict[str, Dataset]:
     "Some of train, validation, test: the splits that a source has."
     path = Path(source).expanduser()
     files, texts = parquet_files(path), text_files(path)
     if files or texts:
         _refuse_both(str(path), next(iter({**texts, **files}.values())))
     if files and _holds_images(files):
-        return parquet_parts(files, on_error)
+        return parquet_parts(files, on_error, group)
     if texts:
-        return load_texts(path, on_error)
+        return load_texts(path, on_error, group=group)
+    if group:
+        raise ValueError(
+            f"{source} is no file of rows, but its column {group!r} is to say whose samples are. "
+            f"Expected {PARQUET_LAYOUT}, or texts: {TEXT_FILES}"
+        )
     if has_shards(path):
         return _repository_parts(str(path), source, on_error)
     if path.is_dir() and next(path.glob("*.parquet"), None):
@@ -372,6 +379,8 @@ def load_domain(
     random_state: int = 0,  # which rows a missing split is carved from
     whole_train: bool = False,  # for a pool: a missing validation split is not taken from train
     on_error: str = "raise",  # "skip" leaves out, counts and lists rows that cannot be read
+    # a column of files of rows that says whose a sample is, such as "patient"; empty: there is none
+    group: str = "",
 ) -> Domain:  # images as they are stored, or texts
     """Loads one domain. FileNotFoundError lists what was tried; ValueError says what is
     malformed, and where."""
@@ -381,7 +390,7 @@ def load_domain(
             "the source of a domain is empty; give a folder, a file of rows or a hub id"
         )
     check_on_error(on_error)
-    parts = _source_parts(source, on_error)
+    parts = _source_parts(source, on_error, group)
     _check_learnt(parts, source)
     last = Path(source).expanduser().name.partition(":")[0]
     stem = re.sub(rf"({'|'.join(map(re.escape, TEXT_SUFFIXES))})$", "", last, flags=re.IGNORECASE)
@@ -465,9 +474,13 @@ def fingerprint(
     # read the files of path-backed rows, instead of taking their path and size
     content: bool = False,
 ) -> str:  # sha256, 64 hexadecimal digits
-    """Identifies class names, labels and encoded images or texts, in their order; nothing is
-    decoded."""
+    """Identifies class names, labels, groups and encoded images or texts, in their order; nothing
+    is decoded."""
     known = _FINGERPRINTS.setdefault(dataset, {})
     if content not in known:
-        known[content] = _read_fingerprint(dataset, content)
+        found = _read_fingerprint(dataset, content)
+        if GROUP in dataset.column_names:
+            whose = dataset.with_format(None).select_columns(GROUP)[:][GROUP]
+            found = hashlib.sha256(json.dumps([found, whose]).encode()).hexdigest()
+        known[content] = found
     return known[content]

@@ -6,8 +6,8 @@ Docs: https://harmomoe.github.io/harmomoe/data/images.html.md"""
 
 # %% auto #0
 __all__ = ['FORMATS', 'LONGEST', 'IMAGE_HINT', 'ON_ERROR', 'LISTED', 'LONGEST_NAME', 'SPLIT_NAMES', 'IMAGE_SUFFIXES',
-           'FOLDER_LAYOUT', 'SYSTEM_FILES', 'PARQUET_LAYOUT', 'NAME_TYPES', 'IN_MEMORY_BYTES', 'NO_BYTES', 'WAYS_ON',
-           'HUB_ID', 'labels_of', 'image_dataset', 'one_line', 'rgb_image', 'check_images', 'broken_images',
+           'FOLDER_LAYOUT', 'SYSTEM_FILES', 'PARQUET_LAYOUT', 'NAME_TYPES', 'IN_MEMORY_BYTES', 'NO_BYTES', 'GROUP',
+           'WAYS_ON', 'HUB_ID', 'labels_of', 'image_dataset', 'one_line', 'rgb_image', 'check_images', 'broken_images',
            'check_on_error', 'report_skipped', 'readable_images', 'check_names', 'is_utf8', 'images_below',
            'class_folders', 'labelled_files', 'folder_parts', 'split_files', 'single_files', 'one_a_split',
            'parquet_files', 'has_shards', 'rows_without_bytes', 'check_bytes', 'parquet_parts', 'hub_problem',
@@ -34,7 +34,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 from datasets.table import table_cast
 
 from ..base.places import connection_problem
@@ -689,6 +689,29 @@ def check_bytes(
     return dataset
 
 # %% ../../nbs/data/00_images.ipynb #c4a74ddc
+GROUP = "group"  # column of a data set: whose a sample is
+
+
+def _check_group(path: Path, column: str) -> None:
+    "ValueError unless a column can say whose a sample is."
+    schema = pq.read_schema(path)
+    kind = schema.field(column).type if column in schema.names else None
+    kind = kind.value_type if kind is not None and pa.types.is_dictionary(kind) else kind
+    if column in ("image", "label") or kind is None:
+        raise ValueError(f"{path}: no column {column!r} of groups, has {schema.names}")
+    if not (
+        pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    ):
+        raise ValueError(f"{path}: column {column} is {kind}; expected text or whole numbers")
+
+
+def _grouped(dataset: Dataset, column: str, path: Path) -> Dataset:
+    "The same with a column `group`. ValueError names a row that belongs to nobody."
+    if nobody := [row for row, cell in enumerate(dataset[column]) if not cell]:
+        raise ValueError(f"{path}, row {nobody[0]}: column {column} is empty")
+    return dataset if column == GROUP else dataset.rename_column(column, GROUP)
+
+# %% ../../nbs/data/00_images.ipynb #2f60a1b8
 def _read_parquet(path: Path, features: Features) -> Dataset:
     "The columns of `features` in one file."
     columns = list(features)
@@ -725,12 +748,19 @@ def _with_places(table: pa.Table, path: Path) -> pa.Table:
 def parquet_parts(
     files: dict[str, Path],  # split -> file, as `parquet_files` finds them
     on_error: str = "raise",  # "skip" leaves out, counts and lists rows that hold no image
+    group: str = "",  # a column that says whose a sample is, kept as `group`; empty: none
 ) -> dict[str, Dataset]:  # the same splits, with one list of class names
-    """Reads parquet files. ValueError: unreadable, wrong columns, or class names that are not
-    one a label, 0 to C-1."""
+    """Reads parquet files. ValueError: unreadable, wrong columns, class names that are not one a
+    label, 0 to C-1, or a row that belongs to nobody."""
     names = _common_names(list(files.values()))
     features = Features(image=Image(), label=ClassLabel(names=names))
+    if group:
+        for path in files.values():
+            _check_group(path, group)
+        features[group] = Value("string")
     parts = {split: _read_parquet(path, features) for split, path in files.items()}
+    if group:
+        parts = {split: _grouped(part, group, files[split]) for split, part in parts.items()}
     return {
         split: readable_images(part, str(files[split]), on_error, paths=False)
         for split, part in parts.items()

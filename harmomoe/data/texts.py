@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
 from harmomoe.data.images import (
+    GROUP,
     HUB_ID,
     SPLIT_NAMES,
     check_on_error,
@@ -370,13 +371,21 @@ def _sample(layout: Layout, row: dict, template: Callable | None) -> tuple:
     return prompt, answer, choices, label
 
 # %% ../../nbs/data/01_texts.ipynb #a7aceb9a
+def _owner(cell: object, column: str) -> str:
+    "Whose a sample is. ValueError if that is nobody."
+    if isinstance(cell, bool) or not isinstance(cell, (str, int)) or cell == "":
+        raise ValueError(f"column {column} holds {cell!r:.100}; expected text or a whole number")
+    return str(cell)
+
+# %% ../../nbs/data/01_texts.ipynb #d51e80c3
 def _samples(
     rows: Dataset | list[dict],
     where: str | Path,
     on_error: str = "raise",
     template: Callable | None = None,
+    group: str = "",
 ) -> dict[str, list]:
-    "The four columns of samples; what `text_dataset` says of errors."
+    "The columns of samples; what `text_dataset` says of errors."
     check_on_error(on_error)
     if not len(rows):
         raise ValueError(f"{where}: no rows")
@@ -386,19 +395,22 @@ def _samples(
         columns = list(dict.fromkeys(column for row in rows for column in row))
     kind = _layout_of(columns, where)
     layout, samples, broken = LAYOUTS[kind], [], {}
-    cells = f"{layout.columns} {layout.optional}".split()
+    if group and group not in columns:
+        raise ValueError(f"{where}: no column {group!r} of groups, has {columns}")
+    cells = [*f"{layout.columns} {layout.optional}".split(), *([group] if group else ())]
     if isinstance(rows, Dataset):
         rows = rows.with_format(None).select_columns([cell for cell in cells if cell in columns])
     expected = f"Expected ({kind}): {layout.expects}"
     for number, row in enumerate(rows):
         try:
-            samples.append(_sample(layout, row, template))
+            whose = (_owner(row.get(group), group),) if group else ()
+            samples.append(_sample(layout, row, template) + whose)
         except ValueError as error:
             broken[number] = f"row {number}: {error}"
             if on_error == "raise":
                 raise ValueError(f"{where}, {broken[number]}. {expected}") from error
     report_skipped(str(where), len(rows), broken)
-    made = dict(zip(("prompt", "answer", "choices", "label"), map(list, zip(*samples))))
+    made = dict(zip(("prompt", "answer", "choices", "label", GROUP), map(list, zip(*samples))))
     _check_alike(made, where, expected)
     return made
 
@@ -424,6 +436,8 @@ def _dataset(samples: dict[str, list], choices: int) -> Dataset:
         choices=[Value("string")],
         label=ClassLabel(names=list(LETTERS[:choices]) or ["text"]),
     )
+    if GROUP in samples:
+        features[GROUP] = Value("string")
     return Dataset.from_dict(samples, features=features)
 
 
@@ -447,13 +461,14 @@ def text_parts(
     where: dict[str, str | Path],  # split -> what it was read from, for errors
     on_error: str = "raise",  # as for `text_dataset`, and so is the next
     template: Callable[[list[dict]], str] | None = None,
+    group: str = "",  # a column that says whose a sample is, kept as `group`; empty: none
     # those splits that have answers, as `text_dataset` makes them, with one list of class names
 ) -> dict[str, Dataset]:
     """Turns splits into samples. ValueError: as `text_dataset`, no answers at all, or questions
     beside instructions."""
     parts = {}
     for split, rows in splits.items():
-        samples = _samples(rows, where[split], on_error, template)
+        samples = _samples(rows, where[split], on_error, template, group)
         if max(samples["label"]) >= 0:
             parts[split] = samples
         else:
@@ -595,6 +610,7 @@ def load_texts(
     source: str | Path,
     on_error: str = "raise",  # as for `text_dataset`, and so is the next
     template: Callable[[list[dict]], str] | None = None,
+    group: str = "",  # as for `text_parts`, of files of rows
 ) -> dict[str, Dataset]:  # some of train, validation, test; see `text_parts`
     """Reads a set of texts; what lies on disk goes before the hub. ValueError: what the
     functions above raise. FileNotFoundError: nothing there by that name. ConnectionError: the hub
@@ -602,7 +618,7 @@ def load_texts(
     files, source = text_files(source), str(source)
     if files:
         rows = {split: read_rows(path) for split, path in files.items()}
-        return text_parts(rows, files, on_error, template)
+        return text_parts(rows, files, on_error, template, group)
     if others := other_files(source):
         raise ValueError(f"{others[0]} is not read. {HOW_TO_CONVERT}")
     if not has_shards(source):

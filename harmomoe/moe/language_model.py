@@ -438,8 +438,7 @@ def _check_pass(model: PreTrainedModel, members: Tensor | None, others: dict) ->
 class HarmoMoEForCausalLM(
     CheckedLoadingMixin, SeedEmbeddingsMixin, SharesMixin, HarmoMoEBackbone, PromptGenerationMixin
 ):
-    """A causal language model whose FFNs are Mixture-of-Experts layers with a context-aware
-    router. Experts and routers can be trained, the seed is frozen."""
+    "A causal language model whose FFNs are Mixture-of-Experts layers. Its seed is frozen."
 
     def forward(
         self,

@@ -220,7 +220,7 @@ def _begins(cache: Any, members: Tensor | None) -> bool:
         )
     return False
 
-
+# %% ../../nbs/moe/05_merged.ipynb #e7f3109b
 def merged_pass(
     backbone: PreTrainedModel,  # a causal language model of `transformers` with MoE layers
     cache: Any = None,  # of keys and values; None: a new one

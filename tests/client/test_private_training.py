@@ -18,6 +18,7 @@ from harmomoe.bundle.files import read_bundle
 from harmomoe.bundle.invitation import invite
 from harmomoe.bundle.manifest import PRIVATE_PARTS
 from harmomoe.client.client import Client
+from harmomoe.client.disclosure import disclose
 from harmomoe.client.expert import load_adapter, new_expert
 from harmomoe.client.policy import PARTS, Guarantee, Policy, pack
 from harmomoe.client.privacy import (
@@ -75,6 +76,25 @@ def test_batches_are_poisson(random_state):
     assert list(source.batch(4, 1.0)) == [0, 1, 2, 3]
 
 
+@SOURCES
+def test_groups_take_part_by_one_of_their_samples(random_state):
+    "Each with the rate, by any of its samples alike."
+    groups, source = [np.array([0, 1, 2]), np.array([3]), np.array([4, 5])], Noise(random_state)
+    rate, times, taken = 0.4, 4000, np.zeros((4000, 6), bool)
+    for row in taken:
+        row[source.rows(groups, rate)] = True
+    per_group = np.stack([taken[:, rows].sum(1) for rows in groups], 1)
+    assert per_group.max() == 1
+    for group, rows in enumerate(groups):
+        counts = taken[:, rows].sum(0)
+        assert binomtest(int(per_group[:, group].sum()), times, rate).pvalue > 1e-5
+        for count in counts:
+            assert binomtest(int(count), times, rate / len(rows)).pvalue > 1e-5
+    assert source.rows(groups, 1e-9).shape == (0,)
+    alone = [np.array([row]) for row in range(9)]
+    assert np.array_equal(Noise(3).rows(alone, 0.5), Noise(3).batch(9, 0.5))
+
+
 # ---- means
 
 
@@ -94,6 +114,24 @@ def test_an_average_without_noise_is_exact_and_remembers_its_bound():
     assert torch.equal(average(u, 1.5), bounded_mean(u, 1.5)) and average.bound == 1.5
     noised = Average(2.0, Noise(1))
     assert torch.equal(noised(u, 1.5), noised_mean(u, 1.5, 2.0, Noise(1))) and noised.bound == 1.5
+
+
+def test_a_mean_over_groups_is_that_of_their_means_and_moves_by_a_groups_share():
+    rng = np.random.default_rng(0)
+    u, bound, groups = torch.tensor(rng.normal(size=(40, 4))), 1.5, rng.permutation(40) % 7
+    exact = lambda u: noised_mean(u, bound, 0.0, Noise(0), groups)
+    means = [bounded_mean(u[groups == group], bound) for group in range(7)]
+    assert torch.allclose(exact(u), torch.stack(means).mean(0), rtol=1e-12)
+    for group in range(7):
+        far = u.clone()
+        far[groups == group] = torch.tensor([1e6, 0, 0, 0]).double()
+        emptied = far.clone()
+        emptied[groups == group] = 0
+        moved = (exact(far) - exact(emptied)).norm().item()
+        assert moved == pytest.approx(bound / 7, rel=1e-9)
+    noised = Average(2.0, Noise(1), groups)(u, bound)
+    drawn = Noise(1).normal((4,))
+    assert torch.allclose(noised, exact(u) + 2.0 * bound * drawn / 7, rtol=1e-12)
 
 
 @pytest.mark.slow
@@ -206,11 +244,10 @@ def test_what_hooks_leave_behind_is_nothing(case):
 # ---- steps
 
 
-def step_once(tiny, mechanism, random_state=1, learn_public=True, clip=1e6, both=True):
+def step_once(tiny, mechanism, random_state=1, learn_public=True, clip=1e6, both=True, groups=None):
     "What one step of plain gradient descent adds to the factors."
-    data = PrivateData(
-        tiny.a.train, tiny.b.train, mechanism, Noise(random_state), learn_public, clip, both
-    )
+    how = learn_public, clip, both, groups
+    data = PrivateData(tiny.a.train, tiny.b.train, mechanism, Noise(random_state), *how)
     space = union_label_space(tiny.a.classes, tiny.b.classes, tiny.pool.classes)
     start = new_expert(tiny.seed, ONE_STEP, 0)
     expert, losses, bound = train_privately(tiny.seed, data, space, ONE_STEP)
@@ -268,6 +305,19 @@ def test_no_private_sample_moves_a_step_by_more_than_the_bound(tiny):
         assert moved <= clip * 1.01
 
 
+def test_no_group_moves_a_step_by_more_than_the_bound(tiny):
+    "However many samples it has. Noise is there, but a thousandth of the bound in each number."
+    clip, own = 0.05, np.r_[np.zeros(12, np.int64), 1:19]  # 12 of the 30 samples are one's
+    given = dict(mechanism=Mechanism(1e-3), clip=clip, learn_public=False)
+    flat = lambda found: torch.cat([x.flatten() for x in found.values()])
+    whole = flat(step_once(tiny, groups=own, **given)[0])
+    fewer = replace(tiny.a, train=tiny.a.train.select(range(12, 30)))
+    rest = flat(step_once(type(tiny)(**{**vars(tiny), "a": fewer}), **given)[0])
+    moved = (18 * rest - 19 * whole).norm()  # emptied, the group would still count
+    noise = 1e-3 * clip * (2 * len(whole)) ** 0.5
+    assert 0.5 * clip < moved <= clip + 1.2 * noise
+
+
 def test_adapters_move_and_first_factors_only_if_they_may(tiny):
     for both in (False, True):
         mechanism = Mechanism(0.5, 0.5, 4)
@@ -322,6 +372,30 @@ def test_a_bundle_says_what_it_promises_and_by_what(private):
     for part, folder in dict(relevance="relevance", routing="routing", adapter="expert").items():
         [made] = kept(client.folder, folder)
         assert read_manifest(made)["facts"]["bound"] == given.parts[part].bound
+
+
+def test_a_guarantee_for_groups_counts_them(tiny, tmp_path):
+    public = tiny.public.with_config(changed(tiny.settings, CHANGES))
+    train = tiny.a.train.add_column("group", [f"p{row // 2}" for row in range(30)])
+    client = Client(public, replace(tiny.a, train=train), tmp_path / "a")
+    assert np.array_equal(np.unique(client.groups), np.arange(15)) and len(client.groups) == 30
+    bundle = read_bundle(client.bundle(), public)
+    given = bundle.manifest.facts.guarantee
+    assert given.unit == "group" and given.delta == pytest.approx(15**-1.1)
+    assert bundle.manifest.facts.private_samples == 30 and given.epsilon <= 8
+    adapter = given.parts["adapter"]
+    assert (adapter.rate, adapter.sums) == (16 / (15 + 12), 4)
+    given.check()
+    said = disclose(client.bundle(), public).guarantee()
+    assert "for all private samples of a group together" in said
+    assert "how many samples and groups there are" in said
+
+
+def test_one_group_cannot_be_hidden(tiny, tmp_path):
+    public = tiny.public.with_config(changed(tiny.settings, CHANGES))
+    train = tiny.a.train.add_column("group", ["p"] * 30)
+    with pytest.raises(ValueError, match="1 sample or group"):
+        Client(public, replace(tiny.a, train=train), tmp_path / "a").bundle()
 
 
 def test_what_was_drawn_is_kept(private):
@@ -451,8 +525,8 @@ def test_a_missing_package_is_said_before_any_work(tiny, tmp_path, monkeypatch):
 # ---- policy and invitation
 
 
-def asks(epsilon, delta=0.5):
-    return Policy(list(PARTS), Guarantee(epsilon, delta), 10)
+def asks(epsilon, delta=0.5, unit="sample"):
+    return Policy(list(PARTS), Guarantee(epsilon, delta, unit), 10)
 
 
 @pytest.mark.parametrize(
@@ -462,6 +536,7 @@ def asks(epsilon, delta=0.5):
         (asks(8.0, 1e-5), {}, "delta 0.024: lower privacy.delta"),
         (asks(8.0), {"privacy.secure": False}, "can be drawn again: set privacy.secure"),
         (asks(8.0), {"privacy.epsilon": None}, "none: set privacy.epsilon"),
+        (asks(8.0, unit="group"), {}, "one for each sample, not for each group: name the column"),
     ],
 )
 def test_a_policy_that_asks_for_more_packs_nothing(policy, changes, words, tiny, tmp_path):

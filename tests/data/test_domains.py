@@ -2,6 +2,7 @@
 fingerprints."""
 
 import io
+import json
 import os
 import shutil
 import socket
@@ -307,6 +308,74 @@ def test_parquet_written_by_datasets_needs_no_class_names(tmp_path):
     rows = dataset(labels=[row % 3 for row in range(30)])
     pq.write_table(rows.with_format("arrow")[:], tmp_path / "a.parquet")
     assert load_domain(tmp_path / "a.parquet").classes == NAMES
+
+
+GROUPED = pytest.mark.parametrize(
+    "patients",
+    [[f"p{row // 3}" for row in range(30)], [row // 3 for row in range(30)]],
+    ids=["texts", "numbers"],
+)
+
+
+@GROUPED
+@pytest.mark.parametrize("form", ["images", "parquet", "lines"])
+def test_a_column_says_whose_a_sample_is(tmp_path, form, patients):
+    if form == "images":
+        parquet(tmp_path / "x_train.parquet", patient=patients)
+    else:
+        rows = dict(text=[f"text {row}" for row in range(30)], patient=patients)
+        table = pa.table(rows)
+        pq.write_table(table, tmp_path / "x.parquet")
+        if form == "lines":
+            (tmp_path / "x.parquet").unlink()
+            lines = "\n".join(map(json.dumps, table.to_pylist()))
+            (tmp_path / "x.jsonl").write_text(lines)
+    domain, plain = (load_domain(tmp_path / "x", group=group) for group in ("patient", ""))
+    for split in ("train", "validation", "test"):
+        part = getattr(domain, split)
+        assert len(part)
+        assert "group" not in getattr(plain, split).column_names
+        assert fingerprint(part) != fingerprint(getattr(plain, split))
+    parts = (domain.train, domain.validation, domain.test)
+    assert sorted(one for part in parts for one in part["group"]) == sorted(map(str, patients))
+
+
+@pytest.mark.parametrize(
+    "given, group, message",
+    [
+        (dict(), "patient", "no column 'patient' of groups, has .*label"),
+        (dict(), "label", "no column 'label' of groups"),
+        (dict(patient=["p"] * 29 + [None]), "patient", "row 29: column patient is empty"),
+        (dict(patient=[""] + ["p"] * 29), "patient", "row 0: column patient is empty"),
+        (dict(patient=[0.5] * 30), "patient", "column patient is double; expected text or whole"),
+    ],
+)
+def test_samples_that_belong_to_nobody(tmp_path, given, group, message):
+    parquet(tmp_path / "x_train.parquet", **given)
+    with pytest.raises(ValueError, match=message):
+        load_domain(tmp_path / "x", group=group)
+
+
+@pytest.mark.parametrize("cell", [None, "", True, 1.5, ["p"]])
+def test_texts_that_belong_to_nobody(tmp_path, cell):
+    rows = [dict(text=f"text {row}", patient="p") for row in range(30)]
+    rows[4]["patient"] = cell
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match="row 4: column patient holds .*; expected text or"):
+        load_domain(tmp_path / "x", group="patient")
+    with pytest.warns(UserWarning, match="1 of 30 rows are left out"):
+        domain = load_domain(tmp_path / "x", group="patient", on_error="skip")
+    parts = (domain.train, domain.validation, domain.test)
+    assert sum(map(len, parts)) == 29 and {*domain.train["group"]} == {"p"}
+
+
+def test_folders_have_no_columns(tmp_path):
+    for name in ("ant", "bee"):
+        (tmp_path / "x" / name).mkdir(parents=True)
+        for row in range(4):
+            (tmp_path / "x" / name / f"{row}.png").write_bytes(encoded(row))
+    with pytest.raises(ValueError, match="is no file of rows, but its column 'patient' is to say"):
+        load_domain(tmp_path / "x", group="patient")
 
 
 def test_large_parquet_goes_through_the_cache(tmp_path, monkeypatch):
