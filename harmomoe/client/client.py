@@ -14,14 +14,24 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import torch
 from datasets import Dataset
 from fastcore.basics import patch
+from peft import PeftModel
 
+# %% ../../nbs/client/03_client.ipynb #4fadcd75
 from ..base.artefacts import by_main, digest, keep, read_manifest, unfinished
 from ..base.schema import check_name
 from ..bundle.files import PROXIES, write_bundle
 from ..bundle.manifest import BoundedSum, Promise
-from .expert import load_adapter, load_expert, save_expert, train_expert
+from harmomoe.client.expert import (
+    expert_factors,
+    load_adapter,
+    load_expert,
+    new_expert,
+    save_expert,
+    train_expert,
+)
 from .gate import train_gate
 from .privacy import Average, Noise, PrivateData, train_privately
 from harmomoe.config.accounting import (
@@ -33,8 +43,9 @@ from harmomoe.config.accounting import (
 )
 from ..config.settings import Config, RelevanceSettings, RoutingSettings
 from ..data.domains import Domain, fingerprint
-from ..data.images import GROUP
+from ..data.images import GROUP, labels_of
 from ..data.samples import expert_data, union_label_space
+from ..describe.class_means import map_from_means
 from ..describe.embeddings import cached_embeddings
 from ..describe.lda import lda_relevance, lda_routing
 from ..describe.proxies import ProxySet, select_proxies
@@ -60,14 +71,8 @@ class Client:
 
     def __post_init__(self):
         check_name(self.domain.name)  # before hours of work that no server would take
-        if not self.public.config.privacy.wanted:
-            return
-        check_installed("opacus", "dp_accounting")
-        if type(self) is not Client:  # whose steps are others
-            raise ValueError(
-                f"privacy.epsilon is {self.public.config.privacy.epsilon:g}, but what a "
-                f"{type(self).__name__} sends has no guarantee: leave privacy.epsilon out."
-            )
+        if self.public.config.privacy.wanted:
+            _check_guarded(self)
 
     @property
     def attention(self) -> Sequence[str]:
@@ -85,6 +90,22 @@ class Client:
         "The seed's embeddings of the private samples."
         folder = Path(self.folder, "embeddings")
         return cached_embeddings(self.public.seed, self.domain.train, folder)
+
+# %% ../../nbs/client/03_client.ipynb #3e9cbc64
+def _check_guarded(client: Client) -> None:
+    "ValueError, or ImportError, for what can give no guarantee."
+    check_installed("opacus", "dp_accounting")
+    privacy = client.public.config.privacy
+    if privacy.factors == "means" and client.public.seed.is_causal:
+        raise ValueError(
+            "privacy.factors is 'means', but experts of language models are not made from means "
+            "of classes: choose 'B' or 'both'."
+        )
+    if type(client) is not Client:  # whose steps are others
+        raise ValueError(
+            f"privacy.epsilon is {privacy.epsilon:g}, but what a {type(client).__name__} sends has "
+            "no guarantee: leave privacy.epsilon out."
+        )
 
 # %% ../../nbs/client/03_client.ipynb #818a05e9
 @patch
@@ -109,12 +130,17 @@ def groups(self: Client) -> np.ndarray | None:  # int64 [N], 0 to G - 1
 
 
 @patch(as_prop=True)
+def units(self: Client) -> int:
+    "How many samples there are, or groups of them: what a guarantee hides one of."
+    return len(self.domain.train) if self.groups is None else int(self.groups.max()) + 1
+
+
+@patch(as_prop=True)
 def budget(self: Client) -> Budget | None:
     """How much noise each part gets, or None without a guarantee. Raises `ImportError` without the
     extra `privacy`, and `ValueError` for what no noise can keep."""
-    config, groups = self.public.config, self.groups
-    units = len(self.domain.train) if groups is None else groups.max() + 1
-    return budget(config, int(units)) if config.privacy.wanted else None
+    config = self.public.config
+    return budget(config, self.units) if config.privacy.wanted else None
 
 # %% ../../nbs/client/03_client.ipynb #f6a90d3e
 @patch
@@ -133,8 +159,13 @@ def _noised(client: Client, part: str) -> dict:
     whole, privacy = client.budget, client.public.config.privacy
     if whole is None:
         return {}
-    steps = dict(clip=privacy.clip, factors=privacy.factors) if part == "adapter" else {}
-    return dict(noise=asdict(getattr(whole, part)), secure=privacy.secure) | steps
+    noised = dict(noise=asdict(getattr(whole, part)), secure=privacy.secure)
+    if part == "adapter":
+        noised |= dict(clip=privacy.clip, factors=privacy.factors)
+        if privacy.factors == "means":
+            noised |= dict(components=privacy.components, share=privacy.share)
+            noised |= dict(public_samples=client.public.config.routing.public_samples)
+    return noised
 
 
 def _average(client: Client, part: str) -> Average:
@@ -252,9 +283,7 @@ def first_expert(self: Client) -> Path:
             public.label(f"expert {self.domain.name}"),
         )
         if mechanism:
-            data = self.private_data(mechanism)
-            expert, losses, bound = train_privately(public.seed, data, *how)
-            found = dict(losses=losses, bound=bound)
+            expert, found = _guarded(self, mechanism, how)
         else:
             data, checkpoint = expert_data(first, second), Checkpoint(unfinished(partial))
             expert, losses = train_expert(public.seed, data, *how, checkpoint, self.attention)
@@ -284,6 +313,40 @@ def private_data(
         both=config.privacy.factors == "both",
         groups=self.groups,
     )
+
+# %% ../../nbs/client/03_client.ipynb #2d8fab53
+def _from_means(client: Client) -> tuple[PeftModel, float]:
+    "An expert from means of classes, and their bound."
+    public, domain, config = client.public, client.domain, client.public.config
+    average = _average(client, "adapter")
+    made = map_from_means(
+        public.seed,
+        public.sample,
+        torch.from_numpy(np.array(client.embeddings)),
+        torch.from_numpy(labels_of(domain.train)),
+        union_label_space(domain.classes, public.pool.classes),
+        len(domain.classes),
+        config.expert.rank,
+        components=config.privacy.components,
+        share=config.privacy.share,
+        average=average,
+        deviation=average.noise / client.units,
+    )
+    expert = new_expert(public.seed, config.expert, config.random_state)
+    a, b = expert_factors(public.seed, expert)[made.path]
+    with torch.no_grad():
+        a[: len(made.a)], b[:, : len(made.a)] = made.a, made.b * a.shape[0] / config.expert.alpha
+    return expert, average.bound
+
+
+def _guarded(client: Client, mechanism: Mechanism, how: tuple) -> tuple[PeftModel, dict]:
+    "An expert with a guarantee, and facts of it."
+    if client.public.config.privacy.factors == "means":
+        (expert, bound), losses = _from_means(client), []
+    else:
+        data = client.private_data(mechanism)
+        expert, losses, bound = train_privately(client.public.seed, data, *how)
+    return expert, dict(losses=losses, bound=bound)
 
 # %% ../../nbs/client/03_client.ipynb #c97c046a
 def _described(client: Client, form: str, expert: Path) -> RoutingVectors:

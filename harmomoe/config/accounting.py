@@ -114,7 +114,8 @@ class Budget:
     delta: float  # δ, as asked for
     relevance: Mechanism  # the mean of private embeddings
     routing: Mechanism  # means at the inputs of all FFNs, jointly
-    adapter: Mechanism | None  # the expert's steps; None if it learns from proxies alone
+    # the expert's steps, or the means that it is made from; None if it learns from proxies alone
+    adapter: Mechanism | None
 
 
 def steps_of(
@@ -142,7 +143,9 @@ def budget(
     delta = samples**-1.1 if privacy.delta is None else privacy.delta
     parts = dict(relevance=Mechanism(privacy.relevance), routing=Mechanism(privacy.routing))
     if expert.private and expert.epochs:
-        parts["adapter"] = steps_of(config, samples, expert.proxies * config.proxies.number)
+        public = expert.proxies * config.proxies.number
+        once = privacy.factors == "means"
+        parts["adapter"] = Mechanism(1.0) if once else steps_of(config, samples, public)
     noise = calibrated(tuple(parts.values()), privacy.epsilon, delta)
     parts = {name: replace(one, noise=noise * one.noise) for name, one in parts.items()}
     spent = total_epsilon(tuple(parts.values()), delta)

@@ -170,8 +170,9 @@ class Privacy:
     routing: Annotated[float, Within(0, 1000, without=0)] = 4.0
     # largest norm of a sample's gradient; None: the median of the proxies' at the start
     clip: Annotated[float | None, POSITIVE] = None
-    # LoRA's factors that learn: "B" alone, beside an A that stays as it was drawn, or "both"
-    factors: Literal["B", "both"] = "B"
+    # where LoRA's factors come from: steps in which "B" alone learns, beside an A that stays as it
+    # was drawn, or "both" do; or, for images and without a step, noised "means" of classes
+    factors: Literal["B", "both", "means"] = "B"
     # share of public samples within the largest norm of what means are taken of
     share: Annotated[float, Within(0, 1, without=0)] = 0.5
     # public principal components that closed forms look at, in each layer; there may be fewer

@@ -19,7 +19,7 @@ from harmomoe.bundle.invitation import invite
 from harmomoe.bundle.manifest import PRIVATE_PARTS
 from harmomoe.client.client import Client
 from harmomoe.client.disclosure import disclose
-from harmomoe.client.expert import load_adapter, new_expert
+from harmomoe.client.expert import load_adapter, load_expert, new_expert
 from harmomoe.client.policy import PARTS, Guarantee, Policy, pack
 from harmomoe.client.privacy import (
     Average,
@@ -34,6 +34,8 @@ from harmomoe.config.settings import Config, ExpertSettings, Privacy, changed, g
 from harmomoe.data.domains import load_benchmark
 from harmomoe.data.samples import labelled, union_label_space
 from harmomoe.describe.lda import bounded_mean
+from harmomoe.models.evaluate import measure
+from harmomoe.models.model import Model
 from harmomoe.models.weights import open_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")
@@ -589,3 +591,51 @@ def test_default_settings_are_told_as_before():
     private = Config(privacy=Privacy(epsilon=8)).told
     assert private["privacy"]["epsilon"] == 8.0
     assert changed(Config(), told) == Config() and changed(Config(), private).privacy.wanted
+
+
+# ---- experts from means of classes
+
+MEANS = CHANGES | {"privacy.factors": "means"}
+
+
+@pytest.fixture(scope="module")
+def from_means(tiny, tmp_path_factory):
+    "A client whose expert is made from means of classes, and its bundle."
+    public = tiny.public.with_config(changed(tiny.settings, MEANS))
+    client = Client(public, tiny.a, tmp_path_factory.mktemp("means") / "a")
+    return client, read_bundle(client.bundle(), public)
+
+
+def test_an_expert_from_means_is_one_release(from_means):
+    client, bundle = from_means
+    given = bundle.manifest.facts.guarantee
+    adapter, routing = given.parts["adapter"], given.parts["routing"]
+    assert (adapter.rate, adapter.sums) == (1.0, 1) and adapter.noise * 4 == routing.noise
+    assert given.epsilon <= 8 and given.parts.keys() == {*PRIVATE_PARTS}
+    given.check()
+    assert read_manifest(client.expert)["facts"]["losses"] == []
+
+
+def test_it_changes_one_map_alone(from_means):
+    client, bundle = from_means
+    last = client.public.seed.layers[-1], client.public.seed.ffn.linears[-1]
+    assert {name for name, (_, b) in bundle.factors.items() if b.any()} == {last}
+
+
+def test_with_next_to_no_noise_it_names_its_classes(tiny, tmp_path):
+    changes = MEANS | {"privacy.epsilon": 1000, "privacy.secure": False, "expert.rank": 8}
+    public = tiny.public.with_config(changed(tiny.settings, changes))
+    client = Client(public, tiny.a, tmp_path / "a")
+    expert = Model(public.seed, load_expert(public.seed, client.expert))
+    of = lambda model: measure(model, tiny.a.train, tiny.a.classes).correct
+    assert of(expert) > of(Model(public.seed, public.seed.backbone))
+
+
+def test_language_models_have_no_means(tiny_texts, tiny_decoder, tiny_settings, tmp_path):
+    from harmomoe.describe.public import Public
+
+    benchmark = load_benchmark(tiny_texts, "colours,animals", "sayings")
+    config = changed(tiny_settings, MEANS | {"router.context": "prefix", "router.form": "logistic"})
+    public = Public(open_seed(str(tiny_decoder)), benchmark.pool, config, tmp_path / "public")
+    with pytest.raises(ValueError, match="privacy.factors is 'means', but experts of language"):
+        Client(public, benchmark.clients[0], tmp_path / "colours")

@@ -1,0 +1,103 @@
+"Means of classes under noise, and what the last FFN is made to add."
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from harmomoe.describe.class_means import (
+    COUNTED,
+    class_map,
+    class_means,
+    look_at_last,
+    map_from_means,
+)
+from harmomoe.describe.lda import bounded, bounded_mean, public_coordinates
+
+OWN = torch.randn(90, 5, generator=torch.Generator().manual_seed(0)).double()
+LABELS = torch.arange(90) % 3
+
+
+def test_without_noise_they_are_the_means_of_what_was_cut():
+    for bound in (0.7, 100.0):
+        cut = bounded(OWN, bound)
+        wanted = torch.stack([cut[LABELS == c].mean(0) for c in range(3)])
+        assert torch.allclose(class_means(OWN, LABELS, 3, bound), wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("row", [0, 1, 44])
+def test_no_sample_moves_the_release_by_more_than_the_bound(row):
+    far, moved = OWN.clone(), []
+    far[row] = 1e6
+
+    def note(parts, largest):
+        assert parts.norm(dim=1).max() <= largest * (1 + 1e-12)
+        emptied = parts.clone()
+        emptied[row] = 0
+        moved.append((parts.sum(0) - emptied.sum(0)).norm().item())
+        assert largest == pytest.approx(2.0 * (1 + COUNTED**2) ** 0.5)
+        assert moved[0] <= largest * (1 + 1e-12)
+        return bounded_mean(parts, largest)
+
+    class_means(far, LABELS, 3, 2.0, note)
+    assert len(moved) == 1
+
+
+def test_a_class_that_is_all_noise_is_shrunk_to_nothing_and_a_sure_one_stays():
+    generator = torch.Generator().manual_seed(1)
+    own = torch.cat([torch.zeros(30, 5), torch.full((30, 5), 0.8)]).double()
+    labels, noise = torch.arange(60) // 30, 0.02
+
+    def noised(parts, largest):
+        drawn = torch.randn(parts.shape[1], generator=generator, dtype=torch.float64)
+        return bounded_mean(parts, largest) + noise * largest * drawn
+
+    found = torch.stack([class_means(own, labels, 2, 2.0, noised, noise) for _ in range(200)])
+    plain = torch.stack([class_means(own, labels, 2, 2.0, noised) for _ in range(200)])
+    lengths = lambda means: means.norm(dim=2).mean(0)
+    assert lengths(found)[0] < 0.6 * lengths(plain)[0]  # whose true length is 0
+    assert lengths(found)[1] == pytest.approx(0.8 * 5**0.5, rel=0.1)
+
+
+def test_what_a_shift_does_is_what_the_derivative_says(tiny):
+    seed = tiny.seed
+    last = look_at_last(seed, tiny.pool.train.select(range(16)))
+    shift = 1e-3 * torch.randn(seed.width, generator=torch.Generator().manual_seed(2))
+    backbone = seed.new_backbone()
+    with torch.no_grad():
+        backbone.get_submodule(".".join(last.path)).bias += shift
+        [batch] = seed.batches(tiny.pool.train.select(range(16)), batch_size=16)
+        moved = seed.hidden(backbone, batch).double().cpu() - last.embeddings
+    said = last.moves @ shift.double()
+    assert torch.cosine_similarity(moved.mean(0), said, dim=0) > 0.98
+    assert moved.mean(0).norm().item() == pytest.approx(said.norm().item(), rel=0.1)
+
+
+def test_the_class_token_alone_has_a_say_in_clip_and_inputs_are_what_enters(tiny):
+    seed, some = tiny.seed, tiny.pool.train.select(range(8))
+    last, seen = look_at_last(seed, some), []
+    module = seed.backbone.get_submodule(".".join(last.path))
+    handle = module.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    seed.embed(some)
+    handle.remove()
+    found = last.inputs.float()
+    assert torch.allclose(found, seen[0][:, 0].cpu(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_change_has_its_rank_and_means_without_a_signal_change_nothing(tiny):
+    seed, some = tiny.seed, tiny.pool.train.select(range(40))
+    last = look_at_last(seed, some)
+    look = public_coordinates(F.normalize(last.embeddings, dim=-1)[None], 4)
+    space = [*tiny.a.classes, "a purple disc", "a yellow disc"]
+    means = torch.randn(3, look.size, generator=torch.Generator().manual_seed(3)).double()
+    made = class_map(seed, last, look, means, space, 2)
+    assert made.path == last.path and made.a.shape[0] == made.b.shape[1] == 2
+    assert made.a.norm().item() == pytest.approx(made.b.norm().item(), rel=1e-4)
+    none = class_map(seed, last, look, torch.zeros_like(means), space, 2)
+    assert not (none.b @ none.a).any()
+
+
+def test_the_same_means_give_the_same_change(tiny):
+    given = tiny.seed.embed(tiny.a.train), torch.tensor(tiny.a.train["label"])
+    given = tiny.pool.train.select(range(30)), *given, tiny.a.classes, 3, 2
+    one, other = (map_from_means(tiny.seed, *given, components=4) for _ in range(2))
+    assert torch.equal(one.a, other.a) and torch.equal(one.b, other.b)
