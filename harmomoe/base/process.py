@@ -93,7 +93,7 @@ def check_device(
     "Raises `ValueError` unless torch computes on the device in this process."
     try:
         torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise ValueError(
             f"device is {device!r}, but must be one on which torch computes here, such as 'cpu' "
             f"({one_line(error, 120)})."

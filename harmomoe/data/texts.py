@@ -555,7 +555,7 @@ def _parquet_rows(path: str | Path) -> Dataset:
             table[column].validate(full=True)
         column = "its schema"
         return Dataset(table)
-    except (pa.ArrowException, OSError, ValueError, TypeError, NotImplementedError) as error:
+    except (pa.ArrowException, OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"{path} is no readable parquet file ({column}: {one_line(error)})"
         ) from error
