@@ -171,15 +171,20 @@ def tiny_seed_folder(tiny_seed, tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_settings():
     "A Config that takes a second for each client."
-    from harmomoe.config.settings import Config, ExpertSettings, ProxySettings, RoutingSettings
-    from harmomoe.models.training import Training
+    from harmomoe.config.settings import (
+        Config,
+        ExpertSettings,
+        FinetuneSettings,
+        ProxySettings,
+        RoutingSettings,
+    )
 
     how = dict(epochs=2, batch_size=16, learning_rate=3e-3, optimizer="adamw", weight_decay=0.0)
     return Config(
         proxies=ProxySettings(candidates=40, number=12),
         expert=ExpertSettings(rank=4, alpha=8, **how),
         routing=RoutingSettings(40),
-        finetune=Training(**how),
+        finetune=FinetuneSettings(**how),
     )
 
 

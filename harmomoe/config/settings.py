@@ -7,7 +7,8 @@ Docs: https://harmomoe.github.io/harmomoe/config/settings.html.md"""
 # %% auto #0
 __all__ = ['SAMPLES', 'EPSILON', 'FINETUNE', 'RANDOM_STATES', 'LATER', 'PRIVATE', 'PASSES', 'LONGER', 'DEEPEST',
            'RelevanceSettings', 'ProxySettings', 'ExpertSettings', 'GateSettings', 'RoutingSettings', 'Privacy',
-           'Config', 'preset', 'released', 'guaranteed', 'changed', 'read_settings', 'check_gate', 'check_settings']
+           'FinetuneSettings', 'Config', 'preset', 'released', 'guaranteed', 'changed', 'read_settings', 'check_gate',
+           'check_settings']
 
 # %% ../../nbs/config/00_settings.ipynb #4318adca
 import json
@@ -189,8 +190,23 @@ class Privacy:
         "Whether there is to be a guarantee."
         return self.epsilon is not None
 
+# %% ../../nbs/config/00_settings.ipynb #f1e70ba1
+@dataclass(frozen=True)
+class FinetuneSettings(Training):
+    """How the unified model is trained on public samples. Raises `ValueError` for values of another
+    type or out of range."""
+
+    __pydantic_config__ = STRICT
+    # which of LoRA's factors learn beside the routers: "both", or "B" alone
+    factors: Literal["both", "B"] = "both"
+
+    def __post_init__(self):
+        check_fields(self)
+
+
+FINETUNE = FinetuneSettings(epochs=5, learning_rate=0.001)
+
 # %% ../../nbs/config/00_settings.ipynb #06ac3b5b
-FINETUNE = Training(epochs=5, learning_rate=0.001)
 RANDOM_STATES = Within(0, 2**32 - 1)
 
 
@@ -206,7 +222,7 @@ class Config:
     gate: GateSettings = GateSettings()  # how experts are trained on, together with their gates
     routing: RoutingSettings = RoutingSettings()  # what routing vectors are made from
     router: RouterSettings = RouterSettings()  # the router of the unified model
-    finetune: Training = FINETUNE  # epochs = 0 leaves the final fine-tuning out
+    finetune: FinetuneSettings = FINETUNE  # epochs = 0 leaves the final fine-tuning out
     privacy: Privacy = Privacy()  # the guarantee that clients give
     random_state: Annotated[int, RANDOM_STATES] = 0  # of everything random
 
@@ -237,7 +253,7 @@ def told(self: Config) -> dict:
 
 # fields that were added after settings had been written to files -> what was so without them
 LATER = {"routing.method": "logistic", "privacy": asdict(Privacy())}
-LATER |= {"router.looking": 1.0, "router.least_share": 0.0}
+LATER |= {"router.looking": 1.0, "router.least_share": 0.0, "finetune.factors": "both"}
 
 # %% ../../nbs/config/00_settings.ipynb #ab28f1a2
 def _check_guarantee(config: Config) -> None:
@@ -271,12 +287,12 @@ _FADING = dict(form="logistic", context="prefix", horizon=32.0, seed_logit=-0.5,
 _PREFIX = RouterSettings(top_k=2, norm_topk_prob=True, **_FADING)
 _TEXT = dict(
     expert=ExpertSettings(batch_size=32, learning_rate=1e-4, warmup_steps=200, **_ADAMW),
-    finetune=Training(epochs=1, batch_size=32, learning_rate=1e-4, **_ADAMW),
+    finetune=FinetuneSettings(epochs=1, batch_size=32, learning_rate=1e-4, **_ADAMW),
 )
 _SMALL = dict(
     proxies=ProxySettings(candidates=1000, number=150),
     expert=ExpertSettings(batch_size=32, learning_rate=3e-3, **_ADAMW),
-    finetune=Training(epochs=5, batch_size=64, learning_rate=1e-5, **_ADAMW),
+    finetune=FinetuneSettings(epochs=5, batch_size=64, learning_rate=1e-5, **_ADAMW),
 )
 
 # %% ../../nbs/config/00_settings.ipynb #bc2bd3a6
@@ -300,7 +316,7 @@ _PRESETS |= {
         ),
         routing=RoutingSettings(500),
         router=_PREFIX,
-        finetune=Training(epochs=0, batch_size=16, learning_rate=1e-4, **_ADAMW),
+        finetune=FinetuneSettings(epochs=0, batch_size=16, learning_rate=1e-4, **_ADAMW),
     ),
 }
 
@@ -343,7 +359,9 @@ def guaranteed(
     if epsilon is None:
         return config
     router, ratios, expert = config.router, _PRESETS["ratios"].router, config.expert
+    finetune = config.finetune
     if expert.private:
+        finetune = replace(finetune, factors="B")
         rate = expert.learning_rate * (LONGER if expert.optimizer == "adamw" else 1)
         how = PRIVATE | dict(epochs=PASSES * expert.epochs, learning_rate=rate)
         expert = replace(expert, **how)
@@ -352,6 +370,7 @@ def guaranteed(
         gate=GateSettings(),
         router=ratios if router.form == "evidence" else router,
         expert=expert,
+        finetune=finetune,
         privacy=replace(config.privacy, epsilon=epsilon),
     )
 

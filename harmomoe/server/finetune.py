@@ -35,15 +35,13 @@ def finetune(
     checkpoint: Checkpoint | None = None,  # where to go on after an interruption
 ) -> None:
     "Train routers, lambda and the experts' factors together on public samples (Section 3.5)."
-    if not public.config.finetune.epochs:
+    settings, classes = public.config.finetune, public.pool.classes
+    if not settings.epochs:
         return
-    model.losses = train(
-        model.seed,
-        model.backbone,
-        labelled(data),
-        public.pool.classes,
-        public.config.finetune,
-        public.config.random_state,
-        public.label(label),
-        checkpoint=checkpoint,
-    )
+    given = labelled(data), classes, settings, public.config.random_state, public.label(label)
+    parts = [*model.layers, *model.maps.values()] if settings.factors == "B" else []
+    for part in parts:
+        part.a.requires_grad_(False)
+    model.losses = train(model.seed, model.backbone, *given, checkpoint=checkpoint)
+    for part in parts:
+        part.a.requires_grad_(True)

@@ -15,6 +15,7 @@ from harmomoe.base.schema import parse
 from harmomoe.config.settings import (
     Config,
     ExpertSettings,
+    FinetuneSettings,
     GateSettings,
     ProxySettings,
     RelevanceSettings,
@@ -261,7 +262,7 @@ def test_defaults_are_the_papers():
     training = asdict(Training(10, 128, 0.01, "sgd", 0.9, 1e-4, 0, 1, None, "no"))
     lora = dict(rank=16, alpha=32, dropout=0.0, proxies=True, private=True)
     assert asdict(paper.expert) == training | lora
-    assert paper.finetune == Training(5, 128, 0.001, "sgd", 0.9, 1e-4, 0, 1, None, "no")
+    assert paper.finetune == FinetuneSettings(5, 128, 0.001, "sgd", 0.9, 1e-4, 0, 1, None, "no")
     assert paper.routing == RoutingSettings(10_000) and paper.random_state == 0
     router = RouterSettings(1, True, 0.3, True, False, False, "mean", "sequence")
     assert paper.router == router
@@ -271,7 +272,7 @@ def test_text_settings_are_those_of_the_papers_language_models():
     paper, text = preset("text-paper"), preset("text")
     adamw = dict(batch_size=32, learning_rate=1e-4, optimizer="adamw", weight_decay=0.0)
     assert paper.expert == ExpertSettings(epochs=10, warmup_steps=200, **adamw)
-    assert paper.finetune == Training(epochs=1, **adamw)
+    assert paper.finetune == FinetuneSettings(epochs=1, **adamw)
     assert (paper.routing.public_samples, paper.router) == (2000, RouterSettings(lam=1.0))
     assert (paper.proxies, paper.relevance) == (Config().proxies, Config().relevance)
     assert text == replace(paper, router=text.router, routing=text.routing)

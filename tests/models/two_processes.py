@@ -19,7 +19,13 @@ from torch.distributed.tensor import DTensor
 from harmomoe.base.artefacts import by_main, stages_run, world
 from harmomoe.base.process import seeded
 from harmomoe.client.client import Client
-from harmomoe.config.settings import Config, ExpertSettings, ProxySettings, RoutingSettings
+from harmomoe.config.settings import (
+    Config,
+    ExpertSettings,
+    FinetuneSettings,
+    ProxySettings,
+    RoutingSettings,
+)
 from harmomoe.data.domains import load_benchmark
 from harmomoe.describe.public import Public
 from harmomoe.models import training
@@ -120,7 +126,7 @@ def house(folder):
         proxies=ProxySettings(candidates=40, number=12),
         expert=ExpertSettings(rank=4, alpha=8, **how),
         routing=RoutingSettings(40),
-        finetune=Training(**how),
+        finetune=FinetuneSettings(**how),
     )
     benchmark = load_benchmark(FOLDER / "data", "a,b,c", "pool")
     public = Public(given("images")[0], benchmark.pool, config, folder / "public")

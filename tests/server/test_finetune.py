@@ -38,6 +38,16 @@ def test_it_moves_routers_lambda_and_factors_and_nothing_else(merge_with, tune, 
     assert len(model.losses) == 3 and model.losses[-1] < model.losses[0]
 
 
+def test_b_alone_leaves_every_a_as_it_came_and_able_to_learn_again(merge_with, tune):
+    model = merge_with(top_k=2)
+    before = weights(model.backbone)
+    changes = moved(tune(model, factors="B").backbone, before)
+    assert len(changes) == 2 * 4 and not any(".a." in name for name in changes)
+    assert {".b." in name for name in changes} == {True, False}
+    before = weights(model.backbone)
+    assert len(moved(tune(model).backbone, before)) == 2 * 6
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_routers_of_a_top_one_model_learn(optimizer, merge_with, tune):
     """With weights divided by their sum, the one weight would be 1 and the router would get no
