@@ -40,7 +40,7 @@ class MadeFrom:
                 raise ValueError(f"{name} must be one line of text")
 
 # %% ../../nbs/bundle/00_manifest.ipynb #3c7c91f3
-PRIVATE_PARTS = "relevance", "routing", "adapter"  # of which proxies follow from relevance
+PRIVATE_PARTS = "relevance", "routing", "means", "adapter"  # proxies follow from relevance
 
 
 @dataclass(frozen=True, kw_only=True)

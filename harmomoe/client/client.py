@@ -23,7 +23,7 @@ from peft import PeftModel
 from ..base.artefacts import by_main, digest, keep, read_manifest, unfinished
 from ..base.schema import check_name
 from ..bundle.files import PROXIES, write_bundle
-from ..bundle.manifest import BoundedSum, Promise
+from ..bundle.manifest import PRIVATE_PARTS, BoundedSum, Promise
 from harmomoe.client.expert import (
     expert_factors,
     load_adapter,
@@ -96,10 +96,10 @@ def _check_guarded(client: Client) -> None:
     "ValueError, or ImportError, for what can give no guarantee."
     check_installed("opacus", "dp_accounting")
     privacy = client.public.config.privacy
-    if privacy.factors == "means" and client.public.seed.is_causal:
+    if "means" in privacy.factors and client.public.seed.is_causal:
         raise ValueError(
-            "privacy.factors is 'means', but experts of language models are not made from means "
-            "of classes: choose 'B' or 'both'."
+            f"privacy.factors is {privacy.factors!r}, but experts of language models are not made "
+            "from means of classes: choose 'B' or 'both'."
         )
     if type(client) is not Client:  # whose steps are others
         raise ValueError(
@@ -162,8 +162,9 @@ def _noised(client: Client, part: str) -> dict:
     noised = dict(noise=asdict(getattr(whole, part)), secure=privacy.secure)
     if part == "adapter":
         noised |= dict(clip=privacy.clip, factors=privacy.factors)
-        if privacy.factors == "means":
+        if "means" in privacy.factors:
             noised |= dict(components=privacy.components, share=privacy.share)
+            noised |= dict(means=whole.means and asdict(whole.means))
             noised |= dict(public_samples=client.public.config.routing.public_samples)
     return noised
 
@@ -315,10 +316,10 @@ def private_data(
     )
 
 # %% ../../nbs/client/03_client.ipynb #2d8fab53
-def _from_means(client: Client) -> tuple[PeftModel, float]:
-    "An expert from means of classes, and their bound."
+def _from_means(client: Client, part: str) -> tuple[PeftModel, float]:
+    "An expert from means of classes, which are this part of the budget; and their bound."
     public, domain, config = client.public, client.domain, client.public.config
-    average = _average(client, "adapter")
+    average = _average(client, part)
     made = map_from_means(
         public.seed,
         public.sample,
@@ -334,19 +335,25 @@ def _from_means(client: Client) -> tuple[PeftModel, float]:
     )
     expert = new_expert(public.seed, config.expert, config.random_state)
     a, b = expert_factors(public.seed, expert)[made.path]
+    rank, used = len(a), len(made.a)
     with torch.no_grad():
-        a[: len(made.a)], b[:, : len(made.a)] = made.a, made.b * a.shape[0] / config.expert.alpha
+        longer = a[:used].norm() / made.a.norm()
+        a[:used], b[:, :used] = made.a * longer, made.b / longer * rank / config.expert.alpha
     return expert, average.bound
 
 
 def _guarded(client: Client, mechanism: Mechanism, how: tuple) -> tuple[PeftModel, dict]:
     "An expert with a guarantee, and facts of it."
-    if client.public.config.privacy.factors == "means":
-        (expert, bound), losses = _from_means(client), []
-    else:
-        data = client.private_data(mechanism)
-        expert, losses, bound = train_privately(client.public.seed, data, *how)
-    return expert, dict(losses=losses, bound=bound)
+    factors = client.public.config.privacy.factors
+    if factors == "means":
+        expert, bound = _from_means(client, "adapter")
+        return expert, dict(losses=[], bound=bound)
+    start, facts = None, {}
+    if factors == "means+B":
+        start, facts["bound_of_means"] = _from_means(client, "means")
+    data = client.private_data(mechanism)
+    expert, losses, bound = train_privately(client.public.seed, data, *how, start=start)
+    return expert, facts | dict(losses=losses, bound=bound)
 
 # %% ../../nbs/client/03_client.ipynb #c97c046a
 def _described(client: Client, form: str, expert: Path) -> RoutingVectors:
@@ -454,10 +461,12 @@ def promise(self: Client) -> Promise | None:
     whole = self.budget
     if whole is None:
         return None
-    folders = dict(relevance=_relevance(self), routing=_jointly(self), adapter=self.expert)
+    bound = lambda folder, name="bound": read_manifest(folder)["facts"].get(name)
+    bounds = dict(relevance=bound(_relevance(self)), routing=bound(_jointly(self)))
+    bounds |= dict(means=bound(self.expert, "bound_of_means"), adapter=bound(self.expert))
     parts = {
-        part: BoundedSum(bound=read_manifest(folder)["facts"]["bound"], **asdict(mechanism))
-        for part, folder in folders.items()
+        part: BoundedSum(bound=bounds[part], **asdict(mechanism))
+        for part in PRIVATE_PARTS
         if (mechanism := getattr(whole, part))
     }
     unit = "sample" if self.groups is None else "group"

@@ -236,10 +236,11 @@ def train_privately(
     settings: ExpertSettings,  # optimiser, learning rate, warm-up, LoRA
     random_state: int = 0,  # of initial factors and of the proxies' batches
     progress: str = "",  # label of the progress bar; empty for none
+    start: PeftModel | None = None,  # an expert to go on from; None is one that has learnt nothing
 ) -> tuple[PeftModel, list[float], float]:  # the expert; mean loss of each epoch; C
     """An expert by DP-SGD. Raises `FloatingPointError` if it diverges, `RuntimeError` if no
     gradient reaches an adapter, and `ImportError` without the extra `privacy`."""
-    expert = new_expert(seed, settings, random_state)
+    expert = start or new_expert(seed, settings, random_state)
     for name, p in expert.named_parameters():
         if "lora_A" in name:
             p.requires_grad_(data.both)

@@ -116,6 +116,7 @@ class Budget:
     routing: Mechanism  # means at the inputs of all FFNs, jointly
     # the expert's steps, or the means that it is made from; None if it learns from proxies alone
     adapter: Mechanism | None
+    means: Mechanism | None = None  # the means of classes that its steps start from
 
 
 def steps_of(
@@ -145,6 +146,8 @@ def budget(
     if expert.private and expert.epochs:
         public = expert.proxies * config.proxies.number
         once = privacy.factors == "means"
+        if privacy.factors == "means+B":
+            parts["means"] = Mechanism(privacy.means)
         parts["adapter"] = Mechanism(1.0) if once else steps_of(config, samples, public)
     noise = calibrated(tuple(parts.values()), privacy.epsilon, delta)
     parts = {name: replace(one, noise=noise * one.noise) for name, one in parts.items()}

@@ -19,7 +19,7 @@ from harmomoe.bundle.invitation import invite
 from harmomoe.bundle.manifest import PRIVATE_PARTS
 from harmomoe.client.client import Client
 from harmomoe.client.disclosure import disclose
-from harmomoe.client.expert import load_adapter, load_expert, new_expert
+from harmomoe.client.expert import expert_factors, load_adapter, load_expert, new_expert
 from harmomoe.client.policy import PARTS, Guarantee, Policy, pack
 from harmomoe.client.privacy import (
     Average,
@@ -364,8 +364,8 @@ def test_a_bundle_says_what_it_promises_and_by_what(private):
     given = bundle.manifest.facts.guarantee
     assert 7.9 < given.epsilon <= 8 and given.delta == pytest.approx(30**-1.1)
     assert given.secure and given.unit == "sample" and given.accountant.startswith("dp-accounting ")
-    assert given.parts.keys() == {*PRIVATE_PARTS}
-    in_order = [given.parts[part] for part in PRIVATE_PARTS]
+    assert given.parts.keys() == {*PRIVATE_PARTS} - {"means"}
+    in_order = [given.parts[part] for part in PRIVATE_PARTS if part in given.parts]
     sums = tuple(Mechanism(p.noise, p.rate, p.sums) for p in in_order)
     assert total_epsilon(sums, given.delta) == given.epsilon
     given.check()
@@ -500,6 +500,15 @@ def test_steps_with_noise_are_few_and_long(name, times):
     assert private.epochs == 2 * usual.epochs and private.rank == usual.rank
 
 
+def test_experts_of_images_start_from_means_and_take_shorter_steps():
+    private = guaranteed(preset("ratios"), 3, images=True)
+    assert private.privacy.factors == "means+B"
+    assert 3 * private.expert.learning_rate == guaranteed(preset("ratios"), 3).expert.learning_rate
+    for factors in ("both", "means"):  # what is given stands
+        given = changed(preset("ratios"), {"privacy.factors": factors})
+        assert guaranteed(given, 3, images=True).privacy.factors == factors
+
+
 def test_experts_of_proxies_alone_learn_as_ever():
     config = changed(preset("ratios"), {"expert.private": False})
     assert guaranteed(config, 3).expert == config.expert
@@ -611,7 +620,7 @@ def test_an_expert_from_means_is_one_release(from_means):
     given = bundle.manifest.facts.guarantee
     adapter, routing = given.parts["adapter"], given.parts["routing"]
     assert (adapter.rate, adapter.sums) == (1.0, 1) and adapter.noise * 4 == routing.noise
-    assert given.epsilon <= 8 and given.parts.keys() == {*PRIVATE_PARTS}
+    assert given.epsilon <= 8 and given.parts.keys() == {*PRIVATE_PARTS} - {"means"}
     given.check()
     assert read_manifest(client.expert)["facts"]["losses"] == []
 
@@ -629,6 +638,33 @@ def test_with_next_to_no_noise_it_names_its_classes(tiny, tmp_path):
     expert = Model(public.seed, load_expert(public.seed, client.expert))
     of = lambda model: measure(model, tiny.a.train, tiny.a.classes).correct
     assert of(expert) > of(Model(public.seed, public.seed.backbone))
+
+
+def test_steps_go_on_from_means(tiny, tmp_path):
+    changes = MEANS | {"privacy.factors": "means+B", "privacy.secure": False}
+    public = tiny.public.with_config(changed(tiny.settings, changes))
+    client = Client(public, tiny.a, tmp_path / "a")
+    bundle = read_bundle(client.bundle(), public)
+    given, facts = bundle.manifest.facts.guarantee, read_manifest(client.expert)["facts"]
+    assert given.epsilon <= 8 and given.parts.keys() == {*PRIVATE_PARTS}
+    given.check()
+    means, adapter = given.parts["means"], given.parts["adapter"]
+    assert (means.rate, means.sums) == (1.0, 1) and adapter.noise * 4 == means.noise
+    assert facts["bound_of_means"] == means.bound and facts["bound"] == adapter.bound
+    assert all(b.any() for _, b in bundle.factors.values())  # steps change all maps
+
+
+def test_steps_of_no_length_leave_the_expert_from_means(tiny, tmp_path):
+    changes = MEANS | {"privacy.factors": "means+B", "expert.learning_rate": 1e-12}
+    public = tiny.public.with_config(changed(tiny.settings, changes))
+    client = Client(public, tiny.a, tmp_path / "a")
+    drawn = expert_factors(public.seed, new_expert(public.seed, public.config.expert))
+    found = expert_factors(public.seed, load_adapter(public.seed, client.expert))
+    last = public.seed.layers[-1], public.seed.ffn.linears[-1]
+    assert {place for place, (_, b) in found.items() if b.abs().max() > 1e-6} == {last}
+    for place, (a, _) in found.items():
+        as_long = a.norm() == pytest.approx(drawn[place][0].norm().item())
+        assert as_long and torch.equal(a, drawn[place][0]) == (place != last)
 
 
 def test_language_models_have_no_means(tiny_texts, tiny_decoder, tiny_settings, tmp_path):
