@@ -170,7 +170,7 @@ class Privacy:
     # the same of the means that routing vectors are made from
     routing: Annotated[float, Within(0, 1000, without=0)] = 4.0
     # the same of the means of classes that steps start from, with the factors "means+B"
-    means: Annotated[float, Within(0, 1000, without=0)] = 4.0
+    means: Annotated[float, Within(0, 1000, without=0)] = 1.0
     # largest norm of a sample's gradient; None: the median of the proxies' at the start
     clip: Annotated[float | None, POSITIVE] = None
     # where LoRA's factors come from: steps in which "B" alone learns, beside an A that stays as it

@@ -649,7 +649,7 @@ def test_steps_go_on_from_means(tiny, tmp_path):
     assert given.epsilon <= 8 and given.parts.keys() == {*PRIVATE_PARTS}
     given.check()
     means, adapter = given.parts["means"], given.parts["adapter"]
-    assert (means.rate, means.sums) == (1.0, 1) and adapter.noise * 4 == means.noise
+    assert (means.rate, means.sums) == (1.0, 1) and adapter.noise == means.noise
     assert facts["bound_of_means"] == means.bound and facts["bound"] == adapter.bound
     assert all(b.any() for _, b in bundle.factors.values())  # steps change all maps
 
