@@ -23,11 +23,13 @@ def test_rows_are_kept_and_taken_over(run_cells, elsewhere, tmp_path):
         "ε = 8, adapter alone",
         "ε = 8, routing alone",
         "ε = 8, proxies alone",
-        "ε = 8, class means",
-        "class means, no noise",
+        "ε = 8, steps alone",
+        "ε = 8, class means alone",
         "ε = 8, public alone",
+        "class means alone, no noise",
     ]
-    assert list(first["growing"].index) == ["26, none", "26, ε = 8", "26, ε = 8, means"]
+    ways = ["26, ε = 8", "26, ε = 8, steps alone", "26, ε = 8, class means alone"]
+    assert list(first["growing"].index) == ["26, none", *ways]
     assert len(first["tried"]) == 4
     known = dict(known=str(tmp_path / "out" / "rows.json"))
     with stages_run() as built:

@@ -164,18 +164,16 @@ class Privacy:
     epsilon: Annotated[float | None, EPSILON] = None
     # None: 1 / N^1.1 for N private samples
     delta: Annotated[float | None, Within(0, 1, without=0)] = None
-    # noise of the mean that relevance is made from, in units of that of an expert's steps: the
-    # larger, the less of the budget it takes
+    # noise of relevance's mean, in units of that of steps: the larger, the less budget it takes
     relevance: Annotated[float, Within(0, 1000, without=0)] = 4.0
     # the same of the means that routing vectors are made from
     routing: Annotated[float, Within(0, 1000, without=0)] = 4.0
-    # the same of the means of classes that steps start from, with the factors "means+B"
+    # the same of the means of classes that steps start from
     means: Annotated[float, Within(0, 1000, without=0)] = 1.0
     # largest norm of a sample's gradient; None: the median of the proxies' at the start
     clip: Annotated[float | None, POSITIVE] = None
-    # where LoRA's factors come from: steps in which "B" alone learns, beside an A that stays as it
-    # was, or "both" do; for images noised "means" of classes without a step; or first these and
-    # then steps, "means+B"
+    # LoRA's factors come from steps in which "B" alone learns, beside an A that stays, or "both"
+    # do; for images from noised "means" of classes, or "means+B", steps that start from these
     factors: Literal["B", "both", "means", "means+B"] = "B"
     # share of public samples within the largest norm of what means are taken of
     share: Annotated[float, Within(0, 1, without=0)] = 0.5
