@@ -13,7 +13,7 @@ PAGE = Path(__file__).resolve().parent.parent / "nbs" / "experiments" / "epsilon
 
 @pytest.mark.slow
 def test_rows_are_kept_and_taken_over(run_cells, elsewhere, tmp_path):
-    small = dict(quick=26, epsilons="8", numbers="26", choose=True, threads=1)
+    small = dict(quick=60, epsilons="8", numbers="60", choose=True, threads=1)
     first = run_cells(PAGE, small | dict(out=str(tmp_path / "out")))
     assert list(first["found"]) == [
         "no guarantee",
@@ -28,8 +28,8 @@ def test_rows_are_kept_and_taken_over(run_cells, elsewhere, tmp_path):
         "ε = 8, public alone",
         "class means alone, no noise",
     ]
-    ways = ["26, ε = 8", "26, ε = 8, steps alone", "26, ε = 8, class means alone"]
-    assert list(first["growing"].index) == ["26, none", *ways]
+    ways = ["60, ε = 8", "60, ε = 8, steps alone", "60, ε = 8, class means alone"]
+    assert list(first["growing"].index) == ["60, none", *ways]
     assert len(first["tried"]) == 4
     known = dict(known=str(tmp_path / "out" / "rows.json"))
     with stages_run() as built:
