@@ -48,7 +48,7 @@ class BoundedSum(Mechanism):
     "A mechanism, and the norm to which each sample's part was cut. Raises `ValueError` as it does."
 
     __pydantic_config__ = STRICT
-    bound: Annotated[float, POSITIVE]  # C; it was chosen by public data
+    bound: Annotated[float, POSITIVE]  # C; chosen by public data, and by what is promised besides
 
 
 @dataclass(frozen=True)
