@@ -187,8 +187,7 @@ def read_config(
     if quick == 1:
         raise ValueError("quick is 1, but proxies that differ need at least 2 samples; 0 is all.")
     config = changed(choose_router(preset(name), router or "preset"), given)
-    # which goes by what is given; that stands nevertheless
-    config = guaranteed(config, epsilon, images="text" not in name)
+    config = guaranteed(config, epsilon, images="text" not in name)  # what is given stands, though
     small = _small(config, quick) if quick else {}
     config = changed(config, small | {"random_state": random_state} | given)
     config = config if router is None else _with_other(config)
