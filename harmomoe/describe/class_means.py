@@ -135,11 +135,12 @@ def _gains(last: LastMap, look: Coordinates, means: Tensor, others: int) -> Tens
 
 
 def _cut(change: Tensor, inputs: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    "A [r, m] and B [width, r] of the nearest change of this rank, for such inputs."
+    "A [r, m] and B [width, r] of the nearest change of such a rank at most, for such inputs."
     squares = inputs.T @ inputs / len(inputs)
     squares += 1e-3 * squares.diagonal().mean() * torch.eye(len(squares), dtype=squares.dtype)
     root = torch.linalg.cholesky(squares)
     u, s, v = torch.linalg.svd(change @ root, full_matrices=False)
+    rank = min(rank, max(1, int((s > 1e-6 * s[0]).sum())))  # of few public samples there is less
     a = torch.linalg.solve_triangular(root, v[:rank], upper=False, left=False)
     return a, u[:, :rank] * s[:rank]
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from harmomoe.bundle.files import TIMES
 from harmomoe.describe.class_means import (
     COUNTED,
     class_map,
@@ -101,3 +102,12 @@ def test_the_same_means_give_the_same_change(tiny):
     given = tiny.pool.train.select(range(30)), *given, tiny.a.classes, 3, 2
     one, other = (map_from_means(tiny.seed, *given, components=4) for _ in range(2))
     assert torch.equal(one.a, other.a) and torch.equal(one.b, other.b)
+
+
+def test_few_public_samples_give_a_lower_rank_and_factors_that_a_server_takes(tiny):
+    given = tiny.seed.embed(tiny.a.train), torch.tensor(tiny.a.train["label"])
+    space = [*tiny.a.classes, "a purple disc"]
+    made = map_from_means(tiny.seed, tiny.pool.train.select(range(3)), *given, space, 3, rank=6)
+    weight = tiny.seed.backbone.get_submodule(".".join(made.path)).weight
+    assert len(made.a) == made.b.shape[1] <= 3
+    assert 0 < made.a.norm() * made.b.norm() < TIMES * weight.norm()
