@@ -45,7 +45,7 @@ from ..config.settings import Config, RelevanceSettings, RoutingSettings
 from ..data.domains import Domain, fingerprint
 from ..data.images import GROUP, labels_of
 from ..data.samples import expert_data, union_label_space
-from ..describe.class_means import map_from_means
+from ..describe.class_means import map_from_means, map_from_moments
 from ..describe.embeddings import cached_embeddings
 from ..describe.lda import lda_relevance, lda_routing
 from ..describe.proxies import ProxySet, select_proxies
@@ -96,7 +96,7 @@ def _check_guarded(client: Client) -> None:
     "ValueError, or ImportError, for what can give no guarantee."
     check_installed("opacus", "dp_accounting")
     privacy = client.public.config.privacy
-    if "means" in privacy.factors and client.public.seed.is_causal:
+    if privacy.start and client.public.seed.is_causal:
         raise ValueError(
             f"privacy.factors is {privacy.factors!r}, but experts of language models are not made "
             "from means of classes: choose 'B' or 'both'."
@@ -162,7 +162,7 @@ def _noised(client: Client, part: str) -> dict:
     noised = dict(noise=asdict(getattr(whole, part)), secure=privacy.secure)
     if part == "adapter":
         noised |= dict(clip=privacy.clip, factors=privacy.factors)
-        if "means" in privacy.factors:
+        if privacy.start:
             noised |= dict(components=privacy.components, share=privacy.share)
             noised |= dict(means=whole.means and asdict(whole.means))
             noised |= dict(public_samples=client.public.config.routing.public_samples)
@@ -317,22 +317,19 @@ def private_data(
 
 # %% ../../nbs/client/03_client.ipynb #2d8fab53
 def _from_means(client: Client, part: str) -> tuple[PeftModel, float]:
-    "An expert from means of classes, which are this part of the budget; and their bound."
+    "An expert from means of classes, and maybe covariance, of this part of the budget; the bound."
     public, domain, config = client.public, client.domain, client.public.config
     average = _average(client, part)
-    made = map_from_means(
-        public.seed,
-        public.sample,
-        torch.from_numpy(np.array(client.embeddings)),
-        torch.from_numpy(labels_of(domain.train)),
-        union_label_space(domain.classes, public.pool.classes),
-        len(domain.classes),
-        config.expert.rank,
-        components=config.privacy.components,
-        share=config.privacy.share,
-        average=average,
-        deviation=average.noise / client.units,
-    )
+    labels = torch.from_numpy(labels_of(domain.train))
+    space = union_label_space(domain.classes, public.pool.classes)
+    given = labels, space, len(domain.classes), config.expert.rank
+    how = dict(share=config.privacy.share, average=average, deviation=average.noise / client.units)
+    if config.privacy.start == "lda":
+        made = map_from_moments(public.seed, public.sample, domain.train, *given, **how)
+    else:
+        how |= dict(components=config.privacy.components)
+        embeddings = torch.from_numpy(np.array(client.embeddings))
+        made = map_from_means(public.seed, public.sample, embeddings, *given, **how)
     expert = new_expert(public.seed, config.expert, config.random_state)
     a, b = expert_factors(public.seed, expert)[made.path]
     rank, used = len(a), len(made.a)
@@ -344,12 +341,12 @@ def _from_means(client: Client, part: str) -> tuple[PeftModel, float]:
 
 def _guarded(client: Client, mechanism: Mechanism, how: tuple) -> tuple[PeftModel, dict]:
     "An expert with a guarantee, and facts of it."
-    factors = client.public.config.privacy.factors
-    if factors == "means":
+    privacy = client.public.config.privacy
+    if not privacy.steps:
         expert, bound = _from_means(client, "adapter")
         return expert, dict(losses=[], bound=bound)
     start, facts = None, {}
-    if factors == "means+B":
+    if privacy.start:
         start, facts["bound_of_means"] = _from_means(client, "means")
     data = client.private_data(mechanism)
     expert, losses, bound = train_privately(client.public.seed, data, *how, start=start)

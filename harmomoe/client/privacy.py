@@ -11,7 +11,7 @@ __all__ = ['Noise', 'noised_mean', 'Average', 'Gradients', 'chunks', 'PrivateDat
 import os
 import warnings
 from dataclasses import dataclass
-from typing import Callable, Iterator
+from typing import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -86,20 +86,23 @@ def rows(
 
 # %% ../../nbs/client/02_privacy.ipynb #c3cdc09a
 def noised_mean(
-    samples: Tensor,  # float64 [N, size], of N private samples
+    # float64 [N, size], of N private samples; maybe in parts, one after the other
+    samples: Tensor | Iterable[Tensor],
     bound: float,  # C: each is cut to this norm
     noise: float,  # σ
     source: Noise,
     groups: np.ndarray | None = None,  # int64 [N], 0 to G - 1: each sample's; None: its own
 ) -> Tensor:  # float64 [size], the mean over samples, or over groups of their means
     "A mean that tells little of any one sample, or of all those of a group."
-    parts = bounded(samples, bound)
-    if groups is not None:
-        counts = torch.from_numpy(np.bincount(groups)).double()
-        empty = parts.new_zeros(len(counts), parts.shape[1])
-        parts = empty.index_add(0, torch.from_numpy(groups), parts) / counts[:, None]
-    total = parts.sum(0)
-    return (total + noise * bound * source.normal(total.shape)) / len(parts)
+    counts = None if groups is None else np.bincount(groups)
+    total, seen = 0.0, 0
+    for part in [samples] if isinstance(samples, Tensor) else samples:
+        cut = bounded(part, bound)
+        if groups is not None:  # a mean of a group's samples is a sum of shares of them
+            cut = cut / torch.from_numpy(counts[groups[seen : seen + len(part)]])[:, None]
+        total, seen = total + cut.sum(0), seen + len(part)
+    units = seen if groups is None else len(counts)
+    return (total + noise * bound * source.normal(total.shape)) / units
 
 
 class Average:
@@ -113,8 +116,8 @@ class Average:
     ):
         self.noise, self.source, self.groups, self.bound = noise, source, groups, None
 
-    def __call__(self, samples: Tensor, bound: float) -> Tensor:
-        "The mean of samples [N, size], each cut to the bound."
+    def __call__(self, samples: Tensor | Iterable[Tensor], bound: float) -> Tensor:
+        "The mean of samples [N, size], maybe in parts, each cut to the bound."
         self.bound = bound
         if not self.noise:
             return bounded_mean(samples, bound)

@@ -145,10 +145,10 @@ def budget(
     parts = dict(relevance=Mechanism(privacy.relevance), routing=Mechanism(privacy.routing))
     if expert.private and expert.epochs:
         public = expert.proxies * config.proxies.number
-        once = privacy.factors == "means"
-        if privacy.factors == "means+B":
+        if privacy.start and privacy.steps:
             parts["means"] = Mechanism(privacy.means)
-        parts["adapter"] = Mechanism(1.0) if once else steps_of(config, samples, public)
+        steps = steps_of(config, samples, public) if privacy.steps else Mechanism(1.0)
+        parts["adapter"] = steps
     noise = calibrated(tuple(parts.values()), privacy.epsilon, delta)
     parts = {name: replace(one, noise=noise * one.noise) for name, one in parts.items()}
     spent = total_epsilon(tuple(parts.values()), delta)

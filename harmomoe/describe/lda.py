@@ -9,7 +9,7 @@ __all__ = ['Coordinates', 'public_coordinates', 'bounded', 'bounded_mean', 'usua
 
 # %% ../../nbs/describe/06_lda.ipynb #94249e91
 from dataclasses import dataclass
-from typing import Callable
+from typing import Callable, Iterable
 
 import numpy as np
 import torch
@@ -109,11 +109,16 @@ def bounded(
 
 
 def bounded_mean(
-    samples: Tensor,  # float64 [n, size]
+    samples: Tensor | Iterable[Tensor],  # float64 [n, size], maybe in parts, one after the other
     bound: float,  # C
 ) -> Tensor:  # float64 [size]
     "Their mean, each cut to a norm."
-    return bounded(samples, bound).mean(0)
+    if isinstance(samples, Tensor):
+        return bounded(samples, bound).mean(0)
+    total, seen = 0.0, 0
+    for part in samples:
+        total, seen = total + bounded(part, bound).sum(0), seen + len(part)
+    return total / seen
 
 
 def usual_norm(

@@ -116,6 +116,10 @@ def test_an_average_without_noise_is_exact_and_remembers_its_bound():
     assert torch.equal(average(u, 1.5), bounded_mean(u, 1.5)) and average.bound == 1.5
     noised = Average(2.0, Noise(1))
     assert torch.equal(noised(u, 1.5), noised_mean(u, 1.5, 2.0, Noise(1))) and noised.bound == 1.5
+    groups = np.arange(len(u)) % 3
+    for given in (None, groups):  # in parts it is the same
+        whole, parts = (noised_mean(x, 1.5, 2.0, Noise(1), given) for x in (u, u.split(7)))
+        assert torch.allclose(whole, parts, rtol=1e-12)
 
 
 def test_a_mean_over_groups_is_that_of_their_means_and_moves_by_a_groups_share():
@@ -504,9 +508,19 @@ def test_experts_of_images_start_from_means_and_take_shorter_steps():
     private = guaranteed(preset("ratios"), 3, images=True)
     assert private.privacy.factors == "means+B"
     assert 3 * private.expert.learning_rate == guaranteed(preset("ratios"), 3).expert.learning_rate
-    for factors in ("both", "means"):  # what is given stands
+    for factors, rank in dict(both=16, means=16, lda=32).items():  # what is given stands
         given = changed(preset("ratios"), {"privacy.factors": factors})
-        assert guaranteed(given, 3, images=True).privacy.factors == factors
+        found = guaranteed(given, 3, images=True)
+        assert (found.privacy.factors, found.expert.rank) == (factors, rank)
+
+
+@pytest.mark.parametrize(
+    "factors, start, steps",
+    [("B", "", True), ("both", "", True), ("means", "means", False), ("lda+B", "lda", True)],
+)
+def test_factors_say_where_steps_start_and_whether_there_are_any(factors, start, steps):
+    privacy = Privacy(factors=factors)
+    assert (privacy.start, privacy.steps) == (start, steps)
 
 
 def test_experts_of_proxies_alone_learn_as_ever():
@@ -607,11 +621,12 @@ def test_default_settings_are_told_as_before():
 MEANS = CHANGES | {"privacy.factors": "means"}
 
 
-@pytest.fixture(scope="module")
-def from_means(tiny, tmp_path_factory):
-    "A client whose expert is made from means of classes, and its bundle."
-    public = tiny.public.with_config(changed(tiny.settings, MEANS))
-    client = Client(public, tiny.a, tmp_path_factory.mktemp("means") / "a")
+@pytest.fixture(scope="module", params=["means", "lda"])
+def from_means(request, tiny, tmp_path_factory):
+    "A client whose expert is made from means of classes, maybe with covariance, and its bundle."
+    changes = MEANS | {"privacy.factors": request.param}
+    public = tiny.public.with_config(changed(tiny.settings, changes))
+    client = Client(public, tiny.a, tmp_path_factory.mktemp(request.param) / "a")
     return client, read_bundle(client.bundle(), public)
 
 
@@ -631,8 +646,10 @@ def test_it_changes_one_map_alone(from_means):
     assert {name for name, (_, b) in bundle.factors.items() if b.any()} == {last}
 
 
-def test_with_next_to_no_noise_it_names_its_classes(tiny, tmp_path):
+@pytest.mark.parametrize("factors", ["means", "lda"])
+def test_with_next_to_no_noise_it_names_its_classes(factors, tiny, tmp_path):
     changes = MEANS | {"privacy.epsilon": 1000, "privacy.secure": False, "expert.rank": 8}
+    changes |= {"privacy.factors": factors}
     public = tiny.public.with_config(changed(tiny.settings, changes))
     client = Client(public, tiny.a, tmp_path / "a")
     expert = Model(public.seed, load_expert(public.seed, client.expert))
@@ -640,8 +657,9 @@ def test_with_next_to_no_noise_it_names_its_classes(tiny, tmp_path):
     assert of(expert) > of(Model(public.seed, public.seed.backbone))
 
 
-def test_steps_go_on_from_means(tiny, tmp_path):
-    changes = MEANS | {"privacy.factors": "means+B", "privacy.secure": False}
+@pytest.mark.parametrize("factors", ["means+B", "lda+B"])
+def test_steps_go_on_from_means(factors, tiny, tmp_path):
+    changes = MEANS | {"privacy.factors": factors, "privacy.secure": False}
     public = tiny.public.with_config(changed(tiny.settings, changes))
     client = Client(public, tiny.a, tmp_path / "a")
     bundle = read_bundle(client.bundle(), public)

@@ -9,8 +9,12 @@ from harmomoe.describe.class_means import (
     COUNTED,
     class_map,
     class_means,
+    class_moments,
+    class_scores,
+    last_inputs,
     look_at_last,
     map_from_means,
+    map_from_moments,
 )
 from harmomoe.describe.lda import bounded, bounded_mean, public_coordinates
 
@@ -90,10 +94,11 @@ def test_the_change_has_its_rank_and_means_without_a_signal_change_nothing(tiny)
     look = public_coordinates(F.normalize(last.embeddings, dim=-1)[None], 4)
     space = [*tiny.a.classes, "a purple disc", "a yellow disc"]
     means = torch.randn(3, look.size, generator=torch.Generator().manual_seed(3)).double()
-    made = class_map(seed, last, look, means, space, 2)
+    there = look.of(F.normalize(last.embeddings, dim=-1)[None])
+    made = class_map(seed, last, class_scores(there, means), space, 2)
     assert made.path == last.path and made.a.shape[0] == made.b.shape[1] == 2
     assert made.a.norm().item() == pytest.approx(made.b.norm().item(), rel=1e-4)
-    none = class_map(seed, last, look, torch.zeros_like(means), space, 2)
+    none = class_map(seed, last, class_scores(there, torch.zeros_like(means)), space, 2)
     assert not (none.b @ none.a).any()
 
 
@@ -111,3 +116,69 @@ def test_few_public_samples_give_a_lower_rank_and_factors_that_a_server_takes(ti
     weight = tiny.seed.backbone.get_submodule(".".join(made.path)).weight
     assert len(made.a) == made.b.shape[1] <= 3
     assert 0 < made.a.norm() * made.b.norm() < TIMES * weight.norm()
+
+
+# ---- the covariance within classes
+
+
+def test_moments_without_noise_are_means_and_covariance_of_what_was_cut():
+    for bound in (0.7, 100.0):
+        cut = bounded(OWN, bound)
+        means, within = class_moments(OWN, LABELS, 3, bound)
+        assert torch.allclose(means, class_means(OWN, LABELS, 3, bound), rtol=1e-12)
+        centred = cut - means[LABELS]
+        assert torch.allclose(within, centred.T @ centred / 90, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("row", [0, 44])
+def test_no_sample_moves_the_moments_by_more_than_the_bound(row):
+    far, moved = OWN.clone(), []
+    far[row] = 1e6
+
+    def note(parts, largest):
+        parts = torch.cat([*parts])
+        assert parts.norm(dim=1).max() <= largest * (1 + 1e-12)
+        assert largest == pytest.approx(2.0 * (2 + COUNTED**2) ** 0.5)
+        moved.append(parts[row].norm().item() / largest)
+        return bounded_mean(parts, largest)
+
+    class_moments(far, LABELS, 3, 2.0, note)
+    assert moved == [pytest.approx(1.0)]  # a sample at the bound uses all of it
+
+
+def test_a_covariance_that_is_all_noise_leaves_nearest_means():
+    def noised(parts, largest):
+        found = bounded_mean(parts, largest)
+        found[-15:] += 1e3 * torch.randn(15, generator=torch.Generator().manual_seed(4)).double()
+        return found
+
+    means, within = class_moments(OWN, LABELS, 3, 100.0, noised, 10.0)
+    assert (torch.linalg.eigvalsh(within) > 0).all()
+    level = 10.0 * 150.0 * 100.0 * 10**0.5  # s √(2k)
+    assert torch.linalg.eigvalsh(within).min().item() == pytest.approx(level)
+
+
+def test_scores_are_those_of_linear_discriminant_analysis():
+    from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+
+    own = OWN + LABELS[:, None] * torch.tensor([1.0, -0.5, 0, 0, 0.3])
+    own = own @ torch.randn(5, 5, generator=torch.Generator().manual_seed(5)).double()
+    means, within = class_moments(own, LABELS, 3, 100.0)
+    usual = LinearDiscriminantAnalysis(solver="lsqr", priors=[1 / 3] * 3).fit(own, LABELS)
+    assert (class_scores(own, means, within).argmax(1).numpy() == usual.predict(own)).all()
+    assert (class_scores(own, means).argmax(1) == torch.cdist(own, means).argmin(1)).all()
+
+
+def test_other_samples_are_seen_as_the_public_ones_were(tiny):
+    some = tiny.pool.train.select(range(40))
+    last = look_at_last(tiny.seed, some)
+    assert torch.allclose(last_inputs(tiny.seed, last, some), last.inputs)
+    assert last.say.sum().item() == pytest.approx(1.0)
+
+
+def test_the_same_moments_give_the_same_change(tiny):
+    labels, space = torch.tensor(tiny.a.train["label"]), [*tiny.a.classes, "a purple disc"]
+    given = tiny.pool.train.select(range(30)), tiny.a.train, labels, space, 3, 2
+    one, other = (map_from_moments(tiny.seed, *given) for _ in range(2))
+    assert torch.equal(one.a, other.a) and torch.equal(one.b, other.b)
+    assert one.path == (tiny.seed.layers[-1], tiny.seed.ffn.linears[-1]) and one.b.any()
