@@ -45,7 +45,7 @@ from ..config.settings import Config, RelevanceSettings, RoutingSettings
 from ..data.domains import Domain, fingerprint
 from ..data.images import GROUP, labels_of
 from ..data.samples import expert_data, union_label_space
-from ..describe.class_means import map_from_means, map_from_moments
+from ..describe.class_means import covariance_pays, map_from_means, map_from_moments
 from ..describe.embeddings import cached_embeddings
 from ..describe.lda import lda_relevance, lda_routing
 from ..describe.proxies import ProxySet, select_proxies
@@ -319,12 +319,15 @@ def private_data(
 def _from_means(client: Client, part: str) -> tuple[PeftModel, float]:
     "An expert from means of classes, and maybe covariance, of this part of the budget; the bound."
     public, domain, config = client.public, client.domain, client.public.config
-    average = _average(client, part)
+    average, start = _average(client, part), config.privacy.start
+    if start == "auto":
+        pays = covariance_pays(client.units, len(domain.classes), average.noise)
+        start = "lda" if pays else "means"
     labels = torch.from_numpy(labels_of(domain.train))
     space = union_label_space(domain.classes, public.pool.classes)
     given = labels, space, len(domain.classes), config.expert.rank
     how = dict(share=config.privacy.share, average=average, deviation=average.noise / client.units)
-    if config.privacy.start == "lda":
+    if start == "lda":
         made = map_from_moments(public.seed, public.sample, domain.train, *given, **how)
     else:
         how |= dict(components=config.privacy.components)

@@ -173,9 +173,9 @@ class Privacy:
     # largest norm of a sample's gradient; None: the median of the proxies' at the start
     clip: Annotated[float | None, POSITIVE] = None
     # LoRA's factors come from steps in which "B" alone learns, beside an A that stays, or "both"
-    # do; for images from noised "means" of classes, or from these and their covariance, "lda"; or
-    # "means+B", "lda+B": steps that start from there
-    factors: Literal["B", "both", "means", "means+B", "lda", "lda+B"] = "B"
+    # do; for images from noised "means" of classes, from these and their covariance, "lda", or from
+    # what suits the number of samples, "auto"; or "means+B", "lda+B": steps that start from there
+    factors: Literal["B", "both", "auto", "means", "means+B", "lda", "lda+B"] = "B"
     # share of public samples within the largest norm of what means are taken of
     share: Annotated[float, Within(0, 1, without=0)] = 0.5
     # public principal components that closed forms look at, in each layer; there may be fewer
@@ -196,7 +196,7 @@ def wanted(self: Privacy) -> bool:
 
 @patch(as_prop=True)
 def start(self: Privacy) -> str:
-    'What factors come from before any step: "means", "lda", or nothing.'
+    'What factors come from before any step: "auto", "means", "lda", or nothing.'
     return self.factors.removesuffix("+B") if self.factors not in ("B", "both") else ""
 
 
@@ -380,10 +380,10 @@ def guaranteed(
     finetune, privacy = config.finetune, replace(config.privacy, epsilon=epsilon)
     if expert.private:
         finetune = replace(finetune, factors="B")
-        if privacy.start == "lda":
-            expert = replace(expert, rank=max(expert.rank, RANK))
         if images and privacy.factors == "B":
-            privacy = replace(privacy, factors="means+B")
+            privacy = replace(privacy, factors="auto")
+        if privacy.start in ("auto", "lda"):
+            expert = replace(expert, rank=max(expert.rank, RANK))
         rate = expert.learning_rate * (LONGER if expert.optimizer == "adamw" else 1)
         rate /= NEARER if privacy.start and privacy.steps else 1
         how = PRIVATE | dict(epochs=PASSES * expert.epochs, learning_rate=rate)

@@ -33,6 +33,7 @@ from harmomoe.config.accounting import Mechanism, total_epsilon
 from harmomoe.config.settings import Config, ExpertSettings, Privacy, changed, guaranteed, preset
 from harmomoe.data.domains import load_benchmark
 from harmomoe.data.samples import labelled, union_label_space
+from harmomoe.describe import class_means
 from harmomoe.describe.lda import bounded_mean
 from harmomoe.models.evaluate import measure
 from harmomoe.models.model import Model
@@ -504,11 +505,16 @@ def test_steps_with_noise_are_few_and_long(name, times):
     assert private.epochs == 2 * usual.epochs and private.rank == usual.rank
 
 
-def test_experts_of_images_start_from_means_and_take_shorter_steps():
-    private = guaranteed(preset("ratios"), 3, images=True)
-    assert private.privacy.factors == "means+B"
-    assert 3 * private.expert.learning_rate == guaranteed(preset("ratios"), 3).expert.learning_rate
-    for factors, rank in dict(both=16, means=16, lda=32).items():  # what is given stands
+def test_experts_of_images_are_made_from_means_and_steps_from_there_are_shorter():
+    assert guaranteed(preset("ratios"), 3, images=True).privacy.factors == "auto"
+    rate = lambda factors: (
+        guaranteed(
+            changed(preset("ratios"), {"privacy.factors": factors}), 3, images=True
+        ).expert.learning_rate
+    )
+    assert 3 * rate("means+B") == rate("both")
+    ranks = dict(both=16, means=16, auto=32, lda=32)
+    for factors, rank in ranks.items():  # what is given stands
         given = changed(preset("ratios"), {"privacy.factors": factors})
         found = guaranteed(given, 3, images=True)
         assert (found.privacy.factors, found.expert.rank) == (factors, rank)
@@ -516,7 +522,13 @@ def test_experts_of_images_start_from_means_and_take_shorter_steps():
 
 @pytest.mark.parametrize(
     "factors, start, steps",
-    [("B", "", True), ("both", "", True), ("means", "means", False), ("lda+B", "lda", True)],
+    [
+        ("B", "", True),
+        ("both", "", True),
+        ("auto", "auto", False),
+        ("means", "means", False),
+        ("lda+B", "lda", True),
+    ],
 )
 def test_factors_say_where_steps_start_and_whether_there_are_any(factors, start, steps):
     privacy = Privacy(factors=factors)
@@ -670,6 +682,21 @@ def test_steps_go_on_from_means(factors, tiny, tmp_path):
     assert (means.rate, means.sums) == (1.0, 1) and adapter.noise == means.noise
     assert facts["bound_of_means"] == means.bound and facts["bound"] == adapter.bound
     assert all(b.any() for _, b in bundle.factors.values())  # steps change all maps
+
+
+@pytest.mark.parametrize("enough, same", [(0, "lda"), (1e9, "means")])
+def test_the_number_of_samples_decides_what_it_is_made_from(
+    enough, same, tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(class_means, "ENOUGH", enough)
+    found = []
+    for factors in ("auto", same):
+        changes = MEANS | {"privacy.factors": factors, "privacy.secure": False}
+        public = tiny.public.with_config(changed(tiny.settings, changes))
+        client = Client(public, tiny.a, tmp_path / factors)
+        found.append(expert_factors(public.seed, load_adapter(public.seed, client.expert)))
+    auto, other = found
+    assert all(torch.equal(auto[place][1], b) for place, (_, b) in other.items())
 
 
 def test_steps_of_no_length_leave_the_expert_from_means(tiny, tmp_path):
