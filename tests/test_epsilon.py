@@ -23,12 +23,13 @@ def test_rows_are_kept_and_taken_over(run_cells, elsewhere, tmp_path):
         "ε = 8, adapter alone",
         "ε = 8, routing alone",
         "ε = 8, proxies alone",
-        "ε = 8, steps alone",
         "ε = 8, class means alone",
         "ε = 8, public alone",
-        "class means alone, no noise",
+        "ε = 8, steps from class means",
+        "ε = 8, steps from nothing",
     ]
-    ways = ["60, ε = 8", "60, ε = 8, steps alone", "60, ε = 8, class means alone"]
+    forms = "means and covariance", "means *", "steps from means", "steps from nothing"
+    ways = [f"60, ε = 8, {form}" for form in forms]
     assert list(first["growing"].index) == ["60, none", *ways]
     assert len(first["tried"]) == 4
     known = dict(known=str(tmp_path / "out" / "rows.json"))

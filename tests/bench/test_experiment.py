@@ -638,7 +638,7 @@ def test_a_guarantee_is_a_number_and_what_cannot_have_it_is_left_out_or_named():
     config, _ = read_config("embedded", "expert.epochs=3", 0, epsilon=8)
     assert (config.privacy.epsilon, config.gate.epochs, config.expert.epochs) == (8.0, 0, 3)
     texts, _ = read_config("embedded-text", "", 0, epsilon=8)
-    assert (config.privacy.factors, texts.privacy.factors) == ("means+B", "B")
+    assert (config.privacy.factors, texts.privacy.factors) == ("auto", "B")
     alone = "expert.private=false"  # takes no private steps
     with_guarantee = read_config("ratios", alone, 0, epsilon=8)[0]
     assert with_guarantee.expert == read_config("ratios", alone, 0)[0].expert
