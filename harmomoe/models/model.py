@@ -100,7 +100,15 @@ def write(
     folder: Path,  # an existing, empty folder
 ) -> object:  # what `read` needs besides the files, an instance of `facts`
     """Write the files of the model. For a dense one these are those of a seed. Raises
-    `FloatingPointError` if a number is not finite."""
+    `FloatingPointError` if a number is not finite, and `ValueError` for a network of another
+    architecture than the seed's."""
+    networks = self.backbone, self.seed.backbone
+    found, wanted = ({n: p.shape for n, p in one.named_parameters()} for one in networks)
+    if odd := found.items() ^ wanted.items():
+        raise ValueError(
+            f"{min(odd)[0]} of the model has not the seed's shape, or only one of both has it; a "
+            "model that lacks a part is not saved."
+        )
     for name, p in self.backbone.named_parameters():
         if not torch.isfinite(p).all():
             raise FloatingPointError(f"{name} of the model is not finite.")
@@ -128,6 +136,7 @@ KINDS = (
     "harmomoe.models.adapters",
     "harmomoe.models.by_sequence",
     "harmomoe.models.heterogeneous",
+    "harmomoe.models.mixture",
 )
 
 

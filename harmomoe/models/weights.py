@@ -364,6 +364,7 @@ def open_decoder(
     device: str = "cpu",  # torch device
     # of the weights; None is what was saved with the seed, or float32
     dtype: torch.dtype | None = None,
+    form: type[DecoderSeed] = DecoderSeed,  # the class of seed to make
 ) -> DecoderSeed:
     """Open a language model as a seed. Raises `ValueError` for a model that does not fit,
     `FileNotFoundError` for one that is not there or gated, and `ConnectionError` within seconds
@@ -378,7 +379,7 @@ def open_decoder(
     settings = {key: getattr(saved, key) for key in asked} if saved else {}
     settings |= {key: value for key, value in asked.items() if value is not None}
     name = saved.name if saved else source.name
-    return DecoderSeed(model, tokenizer, name, device=device, **settings)
+    return form(model, tokenizer, name, device=device, **settings)
 
 # %% ../../nbs/models/03_weights.ipynb #5660e026
 def _is_decoder(backbone: str) -> bool:

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from harmomoe.data.corpora import load_corpora
-from harmomoe.models.model import Model
+from harmomoe.models.mixture import FAMILIES, MixtureModel, untrained_mixture
 from harmomoe.models.unified import UnifiedModel
 from harmomoe.models.weights import open_seed
 from harmomoe.moe.router import RouterSettings
-from harmomoe.rounds.experts import FAMILIES, RoutedExperts, untrained_mixture
+from harmomoe.rounds.experts import RoutedExperts
 
 KINDS = (*FAMILIES, "unified", "evidence")
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -54,7 +54,7 @@ def _original(kind, experts, top_k):
             special.pop("norm_topk_prob")
         seed = untrained_mixture(tokenizer(), kind, experts, top_k, 16, **special)
         seed.max_length = 64
-        return Model(seed, seed.backbone)
+        return MixtureModel(seed, seed.backbone)
     names = ["seed", *(f"expert{number}" for number in range(1, experts))]
     ranks = [0, *(2 + number % 2 for number in range(1, experts))]
     form, context = ("evidence", "sequence") if kind == "evidence" else ("logistic", "prefix")

@@ -1,24 +1,17 @@
 "The view of routed experts: exact, of every kind, and never of what is not an expert's."
 
-import copy
-
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from networks import moved, weights
 from safetensors.torch import load_file, save_file
-from small_mixtures import build, built, every_kind, passages, small_seed, tokenizer
+from small_mixtures import build, built, every_kind, passages, small_seed
 
 from harmomoe.models.clip import ImageSeed
+from harmomoe.models.mixture import FAMILIES
 from harmomoe.models.unified import UnifiedModel
-from harmomoe.rounds.experts import (
-    FAMILIES,
-    MixtureSeed,
-    RoutedExperts,
-    open_mixture,
-    untrained_mixture,
-)
+from harmomoe.rounds.experts import RoutedExperts
 
 TARGETS = [[1, 3], [2]]
 
@@ -197,29 +190,3 @@ def test_networks_without_routed_experts_are_refused():
     model = build("olmoe").backbone
     model.model.layers[0].mlp.gate.register_buffer("correction", torch.zeros(5))
     assert len(RoutedExperts(model).layers) == 1
-    with pytest.raises(ValueError, match="family"):
-        untrained_mixture(tokenizer(), "gpt")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_saved_and_opened(family, tmp_path):
-    model = build(family)
-    view = RoutedExperts(model.backbone)
-    model.seed.save(tmp_path)
-    again = open_mixture(tmp_path)
-    assert isinstance(again, MixtureSeed) and again.identity == model.seed.identity
-    other, every = RoutedExperts(again.backbone), view.all_targets
-    assert other.anchor(every) == view.anchor(every)
-    state = other.state(every)
-    assert all(torch.equal(state[name], x) for name, x in view.state(every).items())
-    copied = copy.deepcopy(again)
-    assert copied.identity == again.identity
-
-
-@pytest.mark.parametrize(
-    "wrong", [dict(scoring="best"), dict(loss_on="some"), dict(max_length=1)], ids=str
-)
-def test_mixture_is_read_only_in_ways_that_there_are(wrong):
-    seed = untrained_mixture(tokenizer())
-    with pytest.raises(ValueError, match=next(iter(wrong)).partition("_")[0]):
-        MixtureSeed(seed.model, seed.tokenizer, "mixture", **wrong)

@@ -8,8 +8,9 @@ from networks import moved, weights
 from small_mixtures import build, built, every_kind, passages
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from harmomoe.models.mixture import FAMILIES
 from harmomoe.models.training import Training
-from harmomoe.rounds.experts import FAMILIES, RoutedExperts
+from harmomoe.rounds.experts import RoutedExperts
 from harmomoe.rounds.training import (
     TargetLoss,
     compress,
