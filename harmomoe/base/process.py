@@ -104,7 +104,11 @@ def _assigned(source: str) -> dict:  # name -> (value, type)
     found = {}
     for node in ast.parse(source).body:
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
-            value, kind = ast.literal_eval(node.value), None
+            try:
+                value, kind = ast.literal_eval(node.value), None
+            except ValueError:  # papermill writes NaN and infinity as calls of float
+                told = ast.unparse(node)
+                raise ValueError(f"parameter {told}: a number must be finite.") from None
             if isinstance(node, ast.AnnAssign):
                 kind = getattr(builtins, node.annotation.id)
             for target in getattr(node, "targets", None) or [node.target]:
