@@ -25,6 +25,7 @@ def test_rows_are_kept_and_taken_over(run_cells, elsewhere, tmp_path):
         "ε = 8, proxies alone",
         "ε = 8, class means alone",
         "ε = 8, public alone",
+        "ε = 8, seed's expert kept",
         "ε = 8, steps from class means",
         "ε = 8, steps from nothing",
     ]
