@@ -7,7 +7,9 @@ import pandas as pd
 import pytest
 
 SPEED = Path(__file__).resolve().parent.parent / "nbs" / "experiments" / "speed.ipynb"
-TABLES = set("machine selection memory pool layer training decoding growth profile".split())
+TABLES = set(
+    "machine selection memory pool layer training decoding growth profile steps towers".split()
+)
 
 
 def test_tables_are_written_and_picks_are_those_of_float64(run_cells, tmp_path):

@@ -23,7 +23,7 @@ from ..base.process import check_device, faster_cpu
 from ..base.schema import STRICT, check_names, parse
 from ..baselines.method import harmomoe
 from ..baselines.methods import METHODS
-from .compare import Row, check_row, public_of, run_row, run_rows
+from .compare import Row, check_row, client_tasks, public_of, run_row, run_rows
 from ..client.client import Client
 from ..config.accounting import check_installed
 from harmomoe.config.settings import (
@@ -56,7 +56,7 @@ class Experiment:
         config: Config,  # all settings
         folder: str | Path,  # where everything is kept
         methods: tuple[str, ...] = (),  # systems to compare with
-        engine: Engine = Local(),  # embeds the pool and runs these
+        engine: Engine = Local(),  # embeds the pool and runs clients and these
     ):
         self.source, self.config, self.folder = source, config, Path(folder)
         self.methods, self.engine = methods, engine
@@ -81,11 +81,21 @@ class Experiment:
     @cached_property
     def server(self) -> Server:
         "The server, with the bundles of all clients and of nobody else."
+        _work_side_by_side(self)
         server = Server(self.public, self.folder / "server")
         shutil.rmtree(Path(server.folder, "received"), ignore_errors=True)  # of an earlier run
         for client in self.clients.values():
             server.receive(client.bundle())
         return server
+
+# %% ../../nbs/bench/03_experiment.ipynb #84e61159
+def _work_side_by_side(experiment: Experiment) -> None:
+    "What takes long of the clients' work, if the engine is not this process alone."
+    source, engine = experiment.source, experiment.engine
+    if engine != Local():
+        experiment.public.embeddings  # once, for all
+        row = Row(harmomoe.name, experiment.config)
+        engine.run(client_tasks([row], source, experiment.folder), "clients", source.gpus)
 
 # %% ../../nbs/bench/03_experiment.ipynb #136afe0a
 @patch

@@ -116,6 +116,12 @@ class Source:
         return _open_benchmark(self.data, self.clients, self.pool, *limits, random_state)
 
 # %% ../../nbs/config/01_source.ipynb #1737d1aa
+@patch(as_prop=True)
+def gpus(self: Source) -> int:
+    "How many GPUs a process needs that works with it."
+    return int(self.device.startswith("cuda"))
+
+
 _open_seed = lru_cache(Reading.open)
 
 

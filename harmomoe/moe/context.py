@@ -37,15 +37,38 @@ def token_spread(
     return (token_mean((z - token_mean(z, mask)[:, None]) ** 2, mask) + 1e-6).sqrt()
 
 # %% ../../nbs/moe/01_context.ipynb #1e7c0a11
+def _moments(z: Tensor) -> tuple[Tensor, Tensor]:
+    "[B, T, d] -> [B, d] each, of the tokens and of their squares"
+    # products with a vector, which are faster than means
+    even = z.new_full((1, 1, z.shape[1]), 1 / z.shape[1]).expand(z.shape[0], -1, -1)
+    return torch.bmm(even, z)[:, 0], torch.bmm(even, z * z)[:, 0]
+
+
+class _Moments(torch.autograd.Function):
+    "The same, with a gradient in one pass over the tokens, for which autograd would take five."
+
+    @staticmethod
+    def forward(ctx, z):
+        ctx.save_for_backward(z)
+        return _moments(z)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, of_mean, of_square):
+        (z,) = ctx.saved_tensors
+        mean, square = (grad[:, None] / z.shape[1] for grad in (of_mean, of_square))
+        return torch.addcmul(mean, z, square, value=2)
+
+# %% ../../nbs/moe/01_context.ipynb #9dbd495f
 def token_moments(
     z: Tensor,  # [B, T, d]
     mask: Tensor | None = None,  # bool [B, T], True for real tokens; None if all are
 ) -> Tensor:  # [B, 2 d]
     """Mean and standard deviation over each sample's real tokens, by the mean of the squares. It is
     faster than `token_spread`; in float32 0.4 % off where the mean is 100 times the deviation."""
-    if mask is None:  # products with a vector, which are faster than means
-        even = z.new_full((1, 1, z.shape[1]), 1 / z.shape[1]).expand(z.shape[0], -1, -1)
-        mean, square = (torch.bmm(even, x)[:, 0] for x in (z, z * z))
+    if mask is None:
+        learning = torch.is_grad_enabled() and z.requires_grad
+        mean, square = _Moments.apply(z) if learning else _moments(z)
     else:
         mean, square = token_mean(z, mask), token_mean(z * z, mask)
     return torch.cat([mean, ((square - mean * mean).clamp(min=0) + 1e-6).sqrt()], -1)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 from .context import Context, vector_size
@@ -171,11 +172,18 @@ class _Runs:
     # of each group: its size, its expert's rows of the factors, and alpha / r
     runs: list[tuple[int, slice, float]]
 
+    @property
+    def empty(self) -> bool:
+        "Whether all of them are the seed's own FFN, which adds nothing."
+        return all(rows.start == rows.stop for _, rows, _ in self.runs)
+
     def add(
         self, name: str, x: Tensor, base: Tensor, spare: bool, share: Tensor | None = None
     ) -> Tensor:
         """[n, its inputs], [n, its outputs], [n, 1] -> [n, its outputs], in place of a base that
         is to spare."""
+        if self.empty:
+            return base
         x, a, b = (table.to(base.dtype) for table in (x, self.a[name], self.b[name]))  # autocast
         if torch.is_grad_enabled() and isinstance(a, Tensor):  # stored factors don't learn
             return _Grouped.apply(x, share, base, a, b, self.runs)
@@ -183,21 +191,23 @@ class _Runs:
         _add_groups(x, share, out, a, b, self.runs)
         return out
 
-    def through(self, name: str, linear: nn.Linear, x: Tensor) -> Tensor:
-        "[n, its inputs] -> [n, its outputs], without a base and without gradients."
-        out, begin = x.new_empty(len(x), linear.out_features), 0
-        for size, rows, scale in self.runs:
-            part, begin = slice(begin, begin + size), begin + size
-            a, b, weight = self.a[name][rows], self.b[name][rows], linear.weight
-            if merge := merging_is_shorter(size, *weight.shape):
-                weight = torch.addmm(weight, b.T, a, alpha=scale)
-            if linear.bias is None:
-                torch.mm(x[part], weight.T, out=out[part])
-            else:
-                torch.addmm(linear.bias, x[part], weight.T, out=out[part])
-            if not merge and len(a):
-                out[part].addmm_(x[part] @ a.T, b, alpha=scale)
-        return out
+# %% ../../nbs/moe/03_layer.ipynb #5ca68ecf
+@patch
+def through(self: _Runs, name: str, linear: nn.Linear, x: Tensor) -> Tensor:
+    "[n, its inputs] -> [n, its outputs], without a base and without gradients."
+    out, begin = x.new_empty(len(x), linear.out_features), 0
+    for size, rows, scale in self.runs:
+        part, begin = slice(begin, begin + size), begin + size
+        a, b, weight = self.a[name][rows], self.b[name][rows], linear.weight
+        if merge := merging_is_shorter(size, *weight.shape):
+            weight = torch.addmm(weight, b.T, a, alpha=scale)
+        if linear.bias is None:
+            torch.mm(x[part], weight.T, out=out[part])
+        else:
+            torch.addmm(linear.bias, x[part], weight.T, out=out[part])
+        if not merge and len(a):
+            out[part].addmm_(x[part] @ a.T, b, alpha=scale)
+    return out
 
 # %% ../../nbs/moe/03_layer.ipynb #836f75d6
 def merging_is_shorter(
@@ -346,9 +356,15 @@ def _alone(
 
 # %% ../../nbs/moe/03_layer.ipynb #1e7c0a12
 def _mixture(
-    layer: LowRankExperts, z: Tensor, weights: Tensor, slots: list, base: tuple | None = None
+    layer: LowRankExperts,
+    z: Tensor,
+    weights: Tensor,
+    slots: list,
+    base: tuple | None = None,
+    own: Tensor | None = None,
 ) -> Tensor:
-    "[n, d], [n, k] and, if they are known, `_inner` of the tokens, which is used up -> [n, d]"
+    """[n, d], [n, k] and, if they are known, `_inner` of the tokens, which is used up, and, for
+    tokens in groups, the seed's hidden activation -> [n, d]"""
     if len(slots) == 1:
         known = base or [None] * len(layer.layout.inner)
         inner = [_alone(layer, slots[0], name, z, x) for name, x in zip(layer.layout.inner, known)]
@@ -360,7 +376,10 @@ def _mixture(
             slot.add(name, layer._drop(z), x, j == len(slots) - 1)
             for name, x in zip(layer.layout.inner, base)
         ]
-        h.append(layer.layout.hidden(layer.ffn, *inner))
+        if own is not None and slot.empty:
+            h.append(own)
+        else:
+            h.append(layer.layout.hidden(layer.ffn, *inner))
     # called as a module: it may be quantised, or have an adapter
     name, outer = layer.layout.outer, getattr(layer.ffn, layer.layout.outer)
     # of a saturated router a weight may be 0
@@ -386,12 +405,16 @@ def _runs(
         for p, parts in same
     ]
 
-
+# %% ../../nbs/moe/03_layer.ipynb #fac3494a
 def _sorted(
-    layer: LowRankExperts, z: Tensor, weights: Tensor, experts: Tensor, base: tuple | None = None
+    layer: LowRankExperts,
+    z: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    base: tuple | None = None,
+    own: Tensor | None = None,
 ) -> Tensor:
-    """[n, d], [n, k], [n, k] and, if they are known, `_inner` of the tokens -> [n, d], with the
-    tokens of each set of experts together."""
+    "As `_mixture`, with the tokens of each set of experts, [n, k], together."
     if not torch.is_grad_enabled():  # an expert without weight has a gradient, but says nothing
         experts = experts.masked_fill(weights == 0, -1)
     experts, place = experts.sort(-1)  # so that a set has one order
@@ -403,14 +426,17 @@ def _sorted(
     bring, back = partial(_move, order=order, to=to), partial(_move, order=to, to=order)
     if len(sizes) == 1:  # all tokens are where they belong
         bring = back = lambda x: x
+    else:
+        own = None  # to move it takes as long as to compute it
     z = bring(z).split(lengths)
     base = [*zip(*(bring(x).split(lengths) for x in base))] if base else [None] * len(tiles)
+    own = [None] * len(tiles) if own is None else own.split(lengths)
     weights = bring(weights.gather(-1, place)).split(lengths)
     y = []
-    for rows, own, known, tile in zip(z, weights, base, tiles):
+    for rows, weight, *known, tile in zip(z, weights, base, own, tiles):
         asked = [j for j, p in enumerate(sets[tile[0][0]]) if p >= 0]
         slots = [_Runs(a, b, _runs(layer, tile, sets, j)) for j in asked]
-        y.append(_mixture(layer, rows, own[:, asked], slots, known))
+        y.append(_mixture(layer, rows, weight[:, asked], slots, *known))
     return back(torch.cat(y) if len(y) > 1 else y[0])
 
 # %% ../../nbs/moe/03_layer.ipynb #57a43bc9
@@ -469,7 +495,8 @@ class LowRankMoE(LowRankExperts):
         may_look = z.device.type == "cpu" and not torch.compiler.is_compiling()
         # else groups are small
         if may_look and len(tokens) >= 8 * math.comb(len(self.ranks), self.router.top_k):
-            return _sorted(self, tokens, weights, experts, base).view_as(z)
+            own = None if hidden is None else hidden.flatten(0, 1)
+            return _sorted(self, tokens, weights, experts, base, own).view_as(z)
         if may_look and len(tokens) == 1:
             slots = [_own(self, p, z.dtype) for p in experts[0].tolist()]
         else:

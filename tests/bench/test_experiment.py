@@ -527,6 +527,19 @@ def test_other_systems_run_in_as_many_processes_as_the_engine_says(images, monke
     assert asked == [(made.rows, made.source, made.folder, Processes(3))]
 
 
+def test_clients_work_side_by_side_where_the_engine_does(measured, images, tmp_path):
+    "What they send is what they send one after the other, and nothing is left to do here."
+    given = images | dict(engine="processes:2", out=str(tmp_path / "out"))
+    made = open_experiment("run_cv", False, **given)
+    with stages_run() as built:
+        found = made.server.received
+    assert built == ["embeddings-shard", "embeddings"]  # of the pool
+    for name, bundle in measured.made.server.received.items():
+        assert found[name].ids.tolist() == bundle.ids.tolist()
+        for form, one in bundle.routing.items():
+            assert torch.allclose(found[name].routing[form].vectors, one.vectors, atol=1e-4)
+
+
 def test_papers_numbers_are_shown_for_its_seed_on_its_data_only():
     def published(name, data):
         made = Experiment(Source(data=data), preset("paper"), "")
