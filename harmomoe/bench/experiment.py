@@ -81,21 +81,21 @@ class Experiment:
     @cached_property
     def server(self) -> Server:
         "The server, with the bundles of all clients and of nobody else."
-        _work_side_by_side(self)
         server = Server(self.public, self.folder / "server")
         shutil.rmtree(Path(server.folder, "received"), ignore_errors=True)  # of an earlier run
-        for client in self.clients.values():
+        for client in _at_work(self):
             server.receive(client.bundle())
         return server
 
 # %% ../../nbs/bench/03_experiment.ipynb #84e61159
-def _work_side_by_side(experiment: Experiment) -> None:
-    "What takes long of the clients' work, if the engine is not this process alone."
+def _at_work(experiment: Experiment) -> list[Client]:
+    "The clients. What takes long of their work is done, if the engine is not this process alone."
     source, engine = experiment.source, experiment.engine
     if engine != Local():
         experiment.public.embeddings  # once, for all
         row = Row(harmomoe.name, experiment.config)
         engine.run(client_tasks([row], source, experiment.folder), "clients", source.gpus)
+    return list(experiment.clients.values())
 
 # %% ../../nbs/bench/03_experiment.ipynb #136afe0a
 @patch
