@@ -56,7 +56,7 @@ class Disclosure:
         forms = _forms(self.bundle, self.public.config.gate.epochs > 0)
         told = {
             ADAPTER_FILES[0]: "nothing: settings of the training",
-            ADAPTER_FILES[1]: f"{factors:,} numbers, trained on {samples}",
+            ADAPTER_FILES[1]: f"{factors:,} numbers, fitted to {samples}",
             ROUTING: f"{forms}, computed from {samples}",
             PROXIES: f"{len(self.bundle.ids):,} row numbers of public samples, chosen for likeness "
             f"to {samples}",

@@ -25,7 +25,7 @@ def test_every_file_is_listed_with_its_size_and_no_other(report):
 def test_numbers_in_the_report_are_those_of_the_files(report, tiny):
     told = report.files()["made from private data"]
     factors = sum(a.numel() + b.numel() for a, b in tiny.bundles[0].factors.values())
-    assert f"{factors:,} numbers, trained on 30 private samples" == told[FILES[1]]
+    assert f"{factors:,} numbers, fitted to 30 private samples" == told[FILES[1]]
     assert told["proxies.parquet"].startswith("12 row numbers")
 
 
