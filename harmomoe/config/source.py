@@ -42,6 +42,7 @@ class Reading:
     max_length: Annotated[int | None, Within(2, 10**7)] = None  # tokens of a text
     dtype: TYPES = None  # of the weights (texts)
     train: Annotated[int | None, SAMPLES] = None  # at most so many training samples of each client
+    validation: Annotated[int | None, SAMPLES] = None  # at most so many of validation
     test: Annotated[int | None, SAMPLES] = None  # at most so many test samples of each client
     pool: Annotated[int | None, SAMPLES] = None  # at most so many public training samples
 
@@ -53,9 +54,10 @@ class Reading:
             )
 
     @property
-    def limit(self) -> tuple[int | None, None, int | None] | None:
+    def limit(self) -> tuple[int | None, int | None, int | None] | None:
         "At most so many of a client's train, validation and test; None limits nothing."
-        return (self.train, None, self.test) if self.train or self.test else None
+        limits = self.train, self.validation, self.test
+        return limits if any(limits) else None
 
 # %% ../../nbs/config/01_source.ipynb #2ded869f
 @patch

@@ -52,6 +52,9 @@ def test_a_limit_leaves_so_many_images_of_each_split(source):
 def test_a_limit_by_split_leaves_the_pool_whole(source):
     few = replace(source, limit=(10, None, 3)).benchmark(0)
     assert sizes(few) == [(90, 12, 12), (10, 6, 3), (10, 4, 3), (10, 8, 3)]
+    assert Reading(train=10, test=3).limit == (10, None, 3)
+    assert Reading(validation=5).limit == (None, 5, None)
+    assert Reading(pool=5).limit is None
 
 
 def test_what_a_limit_leaves_is_drawn_by_the_random_state(source):
