@@ -69,8 +69,8 @@ def open(
 ) -> Seed:
     "Open a seed that reads so. Raises as `open_seed`."
     given = {name: value for name, value in asdict(self).items() if value is not None}
-    for name in ("embeds_in", "train", "test", "pool"):  # which `open_seed` does not know
-        given.pop(name, None)
+    for name in ("embeds_in", "train", "validation", "test", "pool"):
+        given.pop(name, None)  # `open_seed` does not know it
     if "dtype" in given:
         given["dtype"] = getattr(torch, given["dtype"])
     seed = open_seed(backbone, weights, device=device, **given)

@@ -31,7 +31,7 @@ SETTINGS = (
     "proxies.candidates=40, proxies.number=12, routing.public_samples=40, expert.rank=4, "
     "expert.epochs=1, expert.batch_size=16, finetune.epochs=1, finetune.batch_size=16"
 )
-TEXTS = "reading.train=20, reading.test=10"
+TEXTS = "reading.train=20, reading.validation=5, reading.test=10"
 
 
 @pytest.fixture(autouse=True)
