@@ -58,8 +58,19 @@ class Public:
     @cached_property
     def sample(self) -> Dataset:
         "The public samples that private ones are compared with, the same for everybody."
+        return self.pool.train.select(self._split[0])
+
+    @property
+    def unseen(self) -> Dataset:
+        "All other public samples."
+        return self.pool.train.select(self._split[1])
+
+    @property
+    def _split(self) -> tuple[np.ndarray, np.ndarray]:
+        "The rows of both."
         rows = np.random.default_rng(self.config.random_state).permutation(len(self.pool.train))
-        return self.pool.train.select(np.sort(rows[: self.config.routing.public_samples]))
+        drawn = self.config.routing.public_samples
+        return np.sort(rows[:drawn]), np.sort(rows[drawn:])
 
 # %% ../../nbs/describe/05_public.ipynb #b77c844c
 @patch

@@ -190,6 +190,78 @@ def test_texts_with_answers_are_measured_and_some_held_out(world):
     assert bits.loc["sums", "bits per byte, adapter"] == pytest.approx(alone, abs=1e-3)
 
 
+# The threshold of the base
+
+KINDS = {
+    "sums": "what is {0} plus {0}, and why, and how much more is it than {1}?",
+    "towns": "WHICH TOWN HAS {0} BRIDGES, AND WHICH HAS {1} OF THEM, AND WHY?",
+}
+
+
+@pytest.fixture
+def answered(world):
+    "The file with texts in place of prompts."
+    folder, recipe = world
+    for name, text in KINDS.items():
+        rows = [dict(text=text.format(i, i * i)) for i in range(60)]
+        write_rows(folder / f"{name}.jsonl", rows)
+        recipe["adapters"][name] = dict(source=name, data=f"{name}.jsonl")
+    return folder, recipe
+
+
+def test_of_some_thresholds_the_best_is_taken(answered):
+    folder, recipe = answered
+    unified = unify_adapters(put(folder, recipe))
+    tried, texts = unified.thresholds, unified.adapters.judged_on
+    assert [*tried.index] == [-0.5, *module.LOGITS]
+    assert [*tried.columns] == ["sums", "towns", module.PUBLIC, "mean"]
+    settings = unified.adapters.public.config.router
+    assert settings.seed_logit == tried["mean"].idxmin()
+    assert unified.model.settings == settings
+    assert (tried["mean"] - tried[[*texts]].mean(axis=1)).abs().max() < 1e-12
+    told = json.loads((folder / "one" / "report" / "report.json").read_text())
+    assert told["settings"]["router"]["seed_logit"] == settings.seed_logit
+    assert len(told["thresholds"]) == len(tried)
+    # each row is what the unified model would be, had the file named the threshold
+    named = dict(SETTINGS, finetune=dict(epochs=0), router=dict(seed_logit=-4.0))
+    same = unify_adapters(put(folder, recipe | dict(settings=named, output="two"))).model
+    for name, part in texts.items():
+        assert tried.loc[-4.0, name] == module.measure(same, part, ["text"]).bits
+
+
+def test_texts_that_thresholds_are_judged_on_made_no_routing_vectors(answered):
+    folder, recipe = answered
+    adapters = open_adapters(put(folder, recipe))
+    seen = {name: domain.train for name, domain in adapters.domains.items()}
+    seen[module.PUBLIC] = adapters.public.sample
+    for name, part in adapters.judged_on.items():
+        whole = lambda one: {p + a for p, a in zip(one["prompt"], one["answer"])}
+        assert len(part) >= module.LEAST and not whole(part) & whole(seen[name])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"router.seed_logit": -1.0},
+        {"router": {"seed_logit": -1.0}},
+        {"router.seed_expert": False},
+        {"router.form": "mean"},
+    ],
+)
+def test_no_threshold_is_tried_where_it_is_named_or_there_is_none(answered, settings):
+    folder, recipe = answered
+    unified = unify_adapters(put(folder, recipe | dict(settings=settings | {"finetune.epochs": 0})))
+    assert unified.thresholds is None
+    assert not (folder / "one" / "report" / "thresholds.csv").exists()
+    logit = unified.model.settings.seed_logit
+    assert logit == (-1.0 if "seed_logit" in str(settings) else -0.5)
+
+
+def test_prompts_alone_cannot_judge(world):
+    assert not open_adapters(put(*world)).judged_on
+    assert unify_adapters(put(*world)).thresholds is None
+
+
 # Under a chat template
 
 
@@ -351,6 +423,7 @@ def test_an_adapter_of_a_model_with_other_weights_is_refused(world, seed):
 def test_what_is_left_open_follows_the_pool(world):
     config = open_adapters(put(*world)).public.config
     assert config.proxies.number < config.proxies.candidates <= 70
+    assert config.routing.public_samples <= 60  # so that some are left to judge by
     given = dict(SETTINGS, proxies=dict(candidates=30, number=5))
     config = open_adapters(put(world[0], world[1] | dict(settings=given))).public.config
     assert (config.proxies.candidates, config.proxies.number) == (30, 5)
