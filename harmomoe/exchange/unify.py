@@ -187,9 +187,10 @@ def _domain(name: str, adapter: Adapter, template: Callable | None) -> Domain:
     return domain
 
 # %% ../../nbs/exchange/05_unify.ipynb #e9da210c
-# a router by log density ratios of the prompt alone, whose best expert counts in full
+# a router by log density ratios of the prompt alone, in which no layer decides by itself, and whose
+# best expert counts in full
 SERVED = {
-    "router.form": "moments",
+    "router.form": "evidence",
     "router.context": "prompt",
     "router.lam": 1.0,
     "router.norm_topk_prob": True,

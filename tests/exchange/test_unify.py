@@ -50,7 +50,6 @@ def home(seed, tmp_path_factory):
     seed.tokenizer.chat_template = None
     for rank, (name, more) in enumerate(dict(sums=[], towns=["q_proj"]).items(), 2):
         torch.manual_seed(rank)
-        # in the upper layer alone: above an adapted layer a router may err, as the guide tells
         how = dict(r=rank, target_modules=GATED + more, layers_to_transform=[1])
         how |= dict(init_lora_weights=False)
         adapted = get_peft_model(seed.new_backbone(), LoraConfig(**how))
