@@ -189,6 +189,21 @@ def test_texts_with_answers_are_measured_and_some_held_out(world):
     assert bits.loc["sums", "bits per byte, adapter"] == pytest.approx(alone, abs=1e-3)
 
 
+def test_adapters_that_change_every_layer_are_told_apart(world, seed):
+    from peft import LoraConfig, get_peft_model
+
+    folder, recipe = world
+    for rank, name in enumerate(PROMPTS, 2):
+        torch.manual_seed(rank)
+        how = dict(r=rank, lora_alpha=16 * rank, target_modules=GATED, init_lora_weights=False)
+        strong = get_peft_model(seed.new_backbone(), LoraConfig(**how))
+        strong.save_pretrained(folder / name, save_embedding_layers=False)
+    unified = unify_adapters(put(folder, recipe | dict(settings={"finetune.epochs": 0})))
+    assert unified.model.settings.form == "evidence"
+    for name, shares in own_shares(unified).items():
+        assert shares[name] > 0.85, shares
+
+
 # The threshold of the base
 
 KINDS = {
