@@ -455,7 +455,7 @@ def unify(self: Adapters) -> Unified:
     _write_report(unified, output / "report")
     return unified
 
-
+# %% ../../nbs/exchange/05_unify.ipynb #c0571014
 def _write_report(unified: Unified, folder: Path) -> None:
     "Tables for people, and all of it for programs."
     tables = dict(taken=unified.adapters.taken(), report=unified.report())
