@@ -224,7 +224,7 @@ def test_a_seed_of_ones_own_has_the_embedded_preset_and_a_named_one_the_papers(i
 
 def test_samples_are_limited_in_a_quick_try_and_by_reading(texts, images):
     found = open_experiment("run_nlp", True, **texts, out="out").sizes()
-    assert found.loc["colours", ["train", "validation", "test"]].tolist() == [20, 9, 10]
+    assert found.loc["colours", ["train", "validation", "test"]].tolist() == [20, 5, 10]
     assert found.loc["sayings", ["role", "train", "test"]].tolist() == ["public pool", 88, 1]
     quick = open_experiment("run_cv", False, **images | dict(quick=40), out="out").sizes()
     assert quick.index.tolist() == ["pool", "a", "b", "c"]
