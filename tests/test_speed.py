@@ -8,7 +8,7 @@ import pytest
 
 SPEED = Path(__file__).resolve().parent.parent / "nbs" / "experiments" / "speed.ipynb"
 TABLES = set(
-    "machine selection memory pool layer training decoding growth profile steps towers".split()
+    "machine selection memory pool layer training decoding growth profile steps ways towers".split()
 )
 
 

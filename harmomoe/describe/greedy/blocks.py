@@ -109,14 +109,15 @@ def _block(
 ):
     "Places in the order picked, their distances from the span, and directions [k, d]."
     blurred, places, distances = score / 16, [], []
-    directions, coordinates = torch.empty(most, hot.shape[1]), torch.empty(most, len(hot))
-    rows, basis, along = hot.numpy(), directions.numpy(), coordinates.numpy()
+    directions, along = torch.empty(most, hot.shape[1]), np.empty((most, len(hot)), np.float32)
+    rows, basis = hot.numpy(), directions.numpy()
     while True:
         k = len(places)
         row = rows[place] - along[:k, place] @ basis[:k] if k else rows[place]
         distances.append(math.sqrt(row @ row))
         np.divide(row, distances[k], out=basis[k])
-        torch.mv(hot, directions[k], out=coordinates[k])
+        # numpy's, since oneDNN takes three times as long to multiply with one vector
+        np.dot(rows, basis[k], out=along[k])
         score -= weight * along[k] ** 2
         places.append(place)
         weight[place] = score[place] = 0
