@@ -37,17 +37,21 @@ def domain_posterior(
     embeddings: list[np.ndarray],  # for each of K clients float32 [m, d], embeddings of its proxies
     random_state: int = 0,  # of the folds
 ) -> tuple[Tensor, Tensor]:  # float32 [K, d] and [K]: vectors V and biases b
-    "A linear classifier of the domain, all domains weighted equally: softmax of z @ V.T + b."
+    """A linear classifier of the domain, all domains weighted equally: softmax of z @ V.T + b.
+    Raises `ValueError` for a domain with a single proxy."""
     x = np.concatenate(embeddings).astype(np.float64)
     y = np.repeat(np.arange(len(embeddings)), [len(e) for e in embeddings])
     if len(embeddings) == 1:
         return torch.zeros(1, x.shape[1]), torch.zeros(1)
+    folds = min(5, *map(len, embeddings))  # each has proxies of every domain
+    if folds < 2:
+        raise ValueError("a domain has a single proxy: its classifier needs two of each, at least.")
     scale = StandardScaler().fit(x)
     search = GridSearchCV(
         LogisticRegression(class_weight="balanced", max_iter=1000),
         dict(C=np.logspace(-5, 0, 6)),
         scoring="neg_log_loss",
-        cv=StratifiedKFold(5, shuffle=True, random_state=random_state),
+        cv=StratifiedKFold(folds, shuffle=True, random_state=random_state),
     )
     model = search.fit(scale.transform(x), y).best_estimator_
     vectors, biases = model.coef_, model.intercept_

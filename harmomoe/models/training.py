@@ -256,14 +256,16 @@ def sharded(
 # %% ../../nbs/models/05_training.ipynb #1bfaf588
 def _accelerator(seed: Seed, training: Training) -> Accelerator:
     _check_joined()
-    state = AcceleratorState._shared_state
-    if state and state["_mixed_precision"] != training.precision:
-        AcceleratorState._reset_state()  # which would hold this process to its first precision
+    state, device = AcceleratorState._shared_state, seed.device.type
+    moved = state and world().size == 1 and state["device"].type != device
+    if state and (moved or state["_mixed_precision"] != training.precision):
+        # which would hold this process to its first precision, and to its first kind of device
+        AcceleratorState._reset_state(reset_partial_state=moved)
     return Accelerator(
         device_placement=False,
         mixed_precision=training.precision,
         gradient_accumulation_steps=training.accumulation,
-        cpu=seed.device.type == "cpu",
+        cpu=device == "cpu",
     )
 
 

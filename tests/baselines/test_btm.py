@@ -51,7 +51,7 @@ def test_the_posterior_is_that_of_the_proxies(weighed, tiny):
     assert torch.allclose(weighed.biases, biases, atol=1e-3)
 
 
-@pytest.mark.parametrize("sizes", [(30, 10), (10, 20, 30)], ids=str)
+@pytest.mark.parametrize("sizes", [(30, 10), (10, 20, 30), (3, 8, 8)], ids=str)
 def test_domain_posterior_is_the_classifiers(sizes):
     """Standardisation is folded into the vectors, and two domains have two lines as three have
     three."""
@@ -62,13 +62,18 @@ def test_domain_posterior_is_the_classifiers(sizes):
         LogisticRegression(class_weight="balanced", max_iter=1000),
         dict(C=[1e-5, 1e-4, 1e-3, 0.01, 0.1, 1.0]),
         scoring="neg_log_loss",
-        cv=StratifiedKFold(5, shuffle=True, random_state=3),
+        cv=StratifiedKFold(min(5, *sizes), shuffle=True, random_state=3),
     ).fit(StandardScaler().fit_transform(x), y)
     wanted = make_pipeline(StandardScaler(), search.best_estimator_).fit(x, y).predict_proba(x)
     vectors, biases = domain_posterior(parts, 3)
     assert vectors.shape == (len(sizes), 5) and biases.shape == (len(sizes),)
     found = (torch.tensor(x).float() @ vectors.T + biases).softmax(-1)
     assert np.allclose(found.numpy(), wanted, atol=1e-5)
+
+
+def test_a_single_proxy_of_a_domain_is_refused():
+    with pytest.raises(ValueError, match="a domain has a single proxy"):
+        domain_posterior([np.ones((1, 5), "float32"), np.zeros((9, 5), "float32")])
 
 
 def test_posterior_of_a_single_client_is_one(tiny, batch):

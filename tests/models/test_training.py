@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState, PartialState
 from families import ABC, QUESTIONS, cut, seed_of
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -295,6 +296,18 @@ def test_precision_of_one_training_does_not_reach_the_next(images):
     train(seed, last, data, classes, SHORT)
     assert same(first, last) and not same(first, between)
     assert seed.embed(data).dtype == torch.float32
+
+
+def test_device_of_one_training_does_not_reach_the_next(images, monkeypatch):
+    "As after a training on a GPU, which Accelerate would hold the process to."
+    seed, data, classes = images
+    first, last = adapted(seed), adapted(seed)
+    train(seed, first, data, classes, SHORT)
+    for state in (AcceleratorState, PartialState):
+        monkeypatch.setitem(state._shared_state, "device", torch.device("cuda"))
+    train(seed, last, data, classes, SHORT)
+    assert same(first, last)
+    assert PartialState._shared_state["device"].type == "cpu"
 
 
 # ---- interrupted, and taken up
