@@ -121,9 +121,9 @@ def test_rows_of_an_earlier_run_are_not_run_again(ran, parameters, run_cells, tm
 
 
 def test_systems_alone_at_the_rates_of_the_preset(ran, parameters, run_cells):
-    few = dict(methods="zeroshot, btx, experts", ablations=False)
+    few = dict(methods="zeroshot, btx, experts", ablations="what is kept, context")
     again = run_cells(TABLES, parameters | few)
-    assert [*again["results"]] == ["methods"]
+    assert [*again["results"]] == ["methods", "context", "what is kept"]
     assert again["results"]["methods"]["zeroshot"] == ran["results"]["methods"]["zeroshot"]
     experts = [f"expert:{name}" for name in ("rust", "spanish")]
     assert [*again["systems"]] == ["zeroshot", "btx", *experts, "harmomoe", PAPERS]
@@ -133,6 +133,10 @@ def test_systems_alone_at_the_rates_of_the_preset(ran, parameters, run_cells):
 @pytest.mark.parametrize(
     "wrong, said",
     [
+        (
+            dict(ablations="context, lambda"),
+            "no table 'lambda'; there are selection, con",
+        ),
         (dict(random_states=0), "random_states is 0, but must be at least 1"),
         (dict(methods="btm, btn"), "no method 'btn'; there are"),
         (dict(settings="proxies.candidates=1000"), "candidates is 1000, but the pool has 12 sa"),
