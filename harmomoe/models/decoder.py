@@ -280,7 +280,7 @@ def batches(
     # columns `prompt`, `answer` and `choices`, and either `label` or `class_name`
     dataset: Dataset,
     label_space: list[str] | None = None,  # class names that targets index; None: targets are all 0
-    batch_size: int | None = None,  # None is 16 on a CPU, whose cache holds no more, and else 64
+    batch_size: int | None = None,  # None is 16: more would not stay in a CPU's cache
     # every epoch anew, similar lengths together; None keeps the order
     random_state: int | None = None,
     # of dicts, int64: `input_ids`, `attention_mask`, `asked` (1 in prompts) and `labels` (-100
@@ -295,8 +295,7 @@ def batches(
         lengths = [len(sample["text"]) for sample in samples]
         generator = torch.Generator().manual_seed(random_state)
         order = LengthGroupedSampler(batch_size, lengths=lengths, generator=generator)
-    size = batch_size or (16 if self.device.type == "cpu" else 64)
-    return DataLoader(samples, size, sampler=order, collate_fn=self.collate)
+    return DataLoader(samples, batch_size or 16, sampler=order, collate_fn=self.collate)
 
 
 @patch
