@@ -237,8 +237,8 @@ def _bundles_of(name, form, forms=""):
     return bundles
 
 
-tiny_logistic, tiny_moments, tiny_evidence = (
-    _bundles_of(form, form) for form in ("logistic", "moments", "evidence")
+tiny_logistic, tiny_moments, tiny_activation, tiny_evidence = (
+    _bundles_of(form, form) for form in ("logistic", "moments", "activation", "evidence")
 )
 tiny_both = _bundles_of("both", "moments", "mean")
 
@@ -251,6 +251,7 @@ def tiny(
     tiny_bundles,
     tiny_logistic,
     tiny_moments,
+    tiny_activation,
     tiny_evidence,
     tiny_both,
 ):
@@ -268,12 +269,14 @@ def tiny(
         bundles=tiny_bundles,
         logistic=tiny_logistic,
         moments=tiny_moments,
+        activation=tiny_activation,
         evidence=tiny_evidence,
         both=tiny_both,
         sent=dict(
             mean=tiny_bundles,
             logistic=tiny_logistic,
             moments=tiny_moments,
+            activation=tiny_activation,
             evidence=tiny_evidence,
         ),
     )

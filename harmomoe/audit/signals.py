@@ -27,7 +27,6 @@ from ..data.samples import targets_in, union_label_space
 from ..describe.public import Public
 from ..describe.routing import RoutingVectors, form_means
 from ..models.model import Model
-from ..moe.context import vector_size
 
 # %% ../../nbs/audit/01_signals.ipynb #d131a3e7
 @torch.no_grad()
@@ -198,17 +197,14 @@ def in_routing(
     backbone: nn.Module,  # its expert's
 ) -> dict[str, np.ndarray]:  # form -> float64 [n]
     "What the routing vectors of each form say."
-    public, width, found, means = self.public, self.public.seed.width, {}, None
-    reach = public.config.router.context
-    for form in reversed([*bundle.routing]):  # the widest first; it begins with what others are
-        if means is None or reach == "prefix":
-            means = form_means(form, public.seed, backbone, self.candidates, reach)
+    public, found = self.public, {}
+    for form, routing in bundle.routing.items():
+        given = public.seed, backbone, self.candidates, public.config.router.context
+        means = form_means(form, *given)
         if form == "mean":
-            found[form] = in_mean(means[..., :width], bundle, public, backbone)
+            found[form] = in_mean(means, bundle, public, backbone)
         else:
-            size = vector_size(form, width, public.seed.hidden_width)
-            known = means if form == "evidence" else means[..., :size]
-            found[form] = in_ratio(known, bundle.routing[form], public)
+            found[form] = in_ratio(means, routing, public)
     return found
 
 # %% ../../nbs/audit/01_signals.ipynb #c42f3b76

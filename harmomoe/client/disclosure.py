@@ -27,6 +27,7 @@ NUMBERS = dict(
     mean="the domain's means",
     logistic="a classifier of private against public samples",
     moments="a classifier of private against public samples, with spreads",
+    activation="a classifier of private against public samples, with hidden activations",
     evidence="a classifier of private against public samples, with spreads and squares",
 )
 

@@ -298,7 +298,7 @@ _GATED = dict(
         top_k=2, norm_topk_prob=True, form="evidence", seed_logit=-4.0, least_share=0.01
     ),
 )
-_FADING = dict(form="logistic", context="prefix", horizon=32.0, seed_logit=-0.5, lam=1.0)
+_FADING = dict(form="activation", context="prefix", horizon=16.0, lam=1.0)
 _PREFIX = RouterSettings(top_k=2, norm_topk_prob=True, **_FADING)
 _TEXT = dict(
     expert=ExpertSettings(batch_size=32, learning_rate=1e-4, warmup_steps=200, **_ADAMW),
@@ -376,7 +376,11 @@ def guaranteed(
     "These settings with a guarantee. Raises `ValueError` for an ε that is none."
     if epsilon is None:
         return config
-    router, ratios, expert = config.router, _PRESETS["ratios"].router, config.expert
+    router, expert = config.router, config.expert
+    if router.form == "evidence":
+        router = _PRESETS["ratios"].router
+    if router.form == "activation":  # of which the noise would have more to cover
+        router = replace(router, form="logistic")
     finetune, privacy = config.finetune, replace(config.privacy, epsilon=epsilon)
     if expert.private:
         finetune = replace(finetune, factors="B")
@@ -391,7 +395,7 @@ def guaranteed(
     return replace(
         config,
         gate=GateSettings(),
-        router=ratios if router.form == "evidence" else router,
+        router=router,
         expert=expert,
         finetune=finetune,
         privacy=privacy,

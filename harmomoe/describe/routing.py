@@ -123,7 +123,8 @@ class RoutingVectors:
     that do not fit, an unknown form, and biases in the form "mean"."""
 
     # float32 [layers, d]; in the form "moments" [layers, 2 d], for the mean and for the spread; in
-    # the form "evidence" [layers, 4 (d + m)]
+    # the form "activation" [layers, d + m], for what enters and for what is within; in the form
+    # "evidence" [layers, 4 (d + m)]
     vectors: Tensor
     biases: Tensor  # float32 [layers]; all 0 in the form "mean"
     form: str  # a key of `FORMS`
@@ -138,7 +139,7 @@ class RoutingVectors:
         parts, shape = FORMS[self.form][0], tuple(self.vectors.shape)
         fits = len(shape) == 2 and self.biases.shape == shape[:1] and shape[1] % parts == 0
         if not fits:
-            size = {1: "d", 2: "2 d", 4: "4 (d + m)"}[parts]
+            size = dict(moments="2 d", activation="d + m", evidence="4 (d + m)").get(self.form, "d")
             raise ValueError(
                 f"routing vectors and biases must be [layers, {size}] and [layers], but are "
                 f"{shape} and {tuple(self.biases.shape)}."
@@ -227,14 +228,15 @@ def logistic_routing(
     negatives: Tensor,  # float32 [layers, N, d], means of public samples
     # weight of half the squared norm of the standardised coefficients, against the mean log loss
     penalty: float = 0.005,
-    # what the means are of: "logistic" or, with spreads appended, "moments"
+    # what the means are of: "logistic", or "moments" or "activation" with spreads or hidden
+    # activations appended
     form: str = "logistic",
 ) -> RoutingVectors:  # log density ratio of private to public samples, for each layer
     """Routing vectors from a logistic regression in each layer, both classes weighted equally.
     Raises `ValueError` for another form, shapes that do not fit and a penalty that is not
     positive."""
-    if form not in ("logistic", "moments"):
-        raise ValueError(f"form is {form!r}, but must be logistic or moments.")
+    if form not in ("logistic", "moments", "activation"):
+        raise ValueError(f"form is {form!r}, but must be logistic, moments or activation.")
     _check_samples(positives, negatives, FORMS[form][0], penalty)
     label = np.arange(positives.shape[1] + negatives.shape[1]) < positives.shape[1]
     vectors, biases = [], []
@@ -293,12 +295,13 @@ def form_means(
     backbone: nn.Module,  # the seed's backbone, or an expert's
     data: Dataset,  # the samples
     reach: str = "sequence",  # of the router's context, as in `layer_means`
-    # float32 [layers, n, d]; for "moments" [layers, n, 2 d], for "evidence" [layers, n, 2 (d + m)]
+    # float32 [layers, n, d]; for "moments" [layers, n, 2 d], for "activation" [layers, n, d + m],
+    # for "evidence" [layers, n, 2 (d + m)]
 ) -> Tensor:
     """The means of samples that routing vectors of a form are computed from: those of whole
     contexts or, for a density ratio of what is being written, of beginnings."""
     _check_form(form)
-    wanted = dict(spread=form in ("moments", "evidence"), hidden=form == "evidence")
+    wanted = dict(spread=form in ("moments", "evidence"), hidden=FORMS[form][1] > 0)
     cut = reach == "prefix" and form != "mean"
     return layer_means(seed, backbone, data, reach=reach, cut=cut, **wanted)
 

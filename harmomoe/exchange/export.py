@@ -27,7 +27,6 @@ from ..models.model import Model
 from ..models.unified import UnifiedModel
 from ..moe.layer import LowRankMoE
 from ..moe.merged import changed_weight
-from ..moe.router import EvidenceRouter
 
 # %% ../../nbs/exchange/02_export.ipynb #3c0823e0
 def _index(model: UnifiedModel, name: str) -> int:
@@ -263,10 +262,10 @@ def _lost(model: UnifiedModel, kind: str, drop: bool, has_samples: bool) -> tupl
     """What an export of this type loses, and whether biases are among it. Raises `ValueError` if
     that is not permitted, or without samples for the biases."""
     routers = [layer.router for layer in model.layers]
-    if any(isinstance(router, EvidenceRouter) for router in routers):
+    if any(router.sees_hidden for router in routers):
         raise ValueError(
-            "this model routes by the mean of what all layers so far have seen (form='evidence'), "
-            "and no router of transformers can do that. Unify with another form."
+            "this model's router looks into the FFN (form='activation' or 'evidence'), and no "
+            "router of transformers does. Unify with form='logistic' or 'mean'."
         )
     lam = [router.lam.clamp(0, 1).item() for router in routers]
     biased = any(router.biases is not None and router.biases.any() for router in routers)

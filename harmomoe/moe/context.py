@@ -87,7 +87,7 @@ def with_squares(
 # %% ../../nbs/moe/01_context.ipynb #10446bf3
 # form of routing vectors -> numbers for each of the d dimensions of a token that enters the FFN,
 # and for each of the m of its hidden activation
-FORMS = dict(mean=(1, 0), logistic=(1, 0), moments=(2, 0), evidence=(4, 4))
+FORMS = dict(mean=(1, 0), logistic=(1, 0), moments=(2, 0), activation=(1, 1), evidence=(4, 4))
 
 
 def vector_size(
@@ -201,7 +201,7 @@ class Context(ContextFields):
             if add is not None:
                 raise ValueError(
                     "routing vectors of the form 'moments' need the whole sequence, or prompt: "
-                    "choose 'logistic' or 'mean' with context='prefix'."
+                    "choose 'logistic' or 'activation' with context='prefix'."
                 )
             kept = None if self.cache is None else self._kept()
             return running_mean(values, self.mask, kept, horizon)

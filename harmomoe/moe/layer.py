@@ -487,7 +487,7 @@ class LowRankMoE(LowRankExperts):
         "The chosen experts' outputs, weighted."
         context, self.context = self.context or Context(), None  # it is that of one pass
         base = hidden = None
-        if isinstance(self.router, EvidenceRouter) and not self.router.follows:
+        if self.router.sees_hidden:
             base = _inner(self, z)
             hidden = self.layout.hidden(self.ffn, *base)
             base = tuple(x.flatten(0, 1) for x in base)
@@ -530,7 +530,8 @@ def new_router(
         return EvidenceRouter(vectors, *choices, earlier=earlier, **how)
     biases = None if settings.sent_form == "mean" else torch.zeros(experts)
     choices = settings.top_k, settings.lam, settings.learn_lam, settings.norm_topk_prob
-    return Router(vectors, *choices, biases, settings.horizon, settings.least_share)
+    looks = settings.least_share, settings.form == "activation"
+    return Router(vectors, *choices, biases, settings.horizon, *looks)
 
 # %% ../../nbs/moe/03_layer.ipynb #1e7c0a14
 def insert_experts(

@@ -28,7 +28,7 @@ class RouterParameters(nn.Module):
     def __init__(
         self,
         # float32 [E, d], initial routing vectors e_p; or [E, 2 d], followed by the f_p of the
-        # spread
+        # spread; or [E, d + m], by the g_p of the hidden activation
         vectors: Tensor,
         top_k: int = 1,  # experts that process a token, 1 to E
         lam: float = 0.3,  # initial lambda: 0 looks at the token only, 1 at the mean only
@@ -39,6 +39,7 @@ class RouterParameters(nn.Module):
         biases: Tensor | None = None,
         horizon: float = 0.0,  # tokens after which a prefix counts e times less; 0: it never does
         least_share: float = 0.0,  # without gradients, experts with less of a weight get none of it
+        sees_hidden: bool = False,  # whether the seed's hidden activation is looked at
     ):
         super().__init__()
         if not 1 <= top_k <= len(vectors):
@@ -51,7 +52,7 @@ class RouterParameters(nn.Module):
         self.biases = None if biases is None else nn.Parameter(biases.clone())
         self.lam = nn.Parameter(torch.tensor(float(lam)), requires_grad=learn_lam)
         self.top_k, self.norm_topk_prob, self.horizon = top_k, norm_topk_prob, horizon
-        self.least_share = least_share
+        self.least_share, self.sees_hidden = least_share, sees_hidden
         # the experts that take part: bool [E], or [B, E] for each sample of a pass; None: all do
         self.active: Tensor | None = None
         # added to the logits: float32 [E], or [B, E] for each sample of a pass; None: nothing is
@@ -79,13 +80,16 @@ class RouterLogits(RouterParameters):
         self,
         z: Tensor,  # float32 or float64 [B, T, d], what enters the FFN
         context: Context,  # which tokens are real, and how far each of them sees
-        hidden: Tensor | None = None,  # not needed here
+        hidden: Tensor | None = None,  # [B, T, m], the seed's hidden activation, if it is looked at
     ) -> Tensor:  # [B, T, E]
         "The exponents of Eq. 6."
-        vectors, d = self.vectors.to(z.dtype), z.shape[-1]
-        of_mean, *of_spread = vectors.split(d, 1) if vectors.shape[1] > d else [vectors]
+        vectors, d, spread = self.vectors.to(z.dtype), z.shape[-1], None
+        of_mean, rest = vectors[:, :d], vectors[:, d:]
         logits = F.linear(z, of_mean, None if self.biases is None else self.biases.to(z.dtype))
-        spread = (lambda mask: token_spread(z, mask) @ of_spread[0].T) if of_spread else None
+        if self.sees_hidden:
+            logits = logits + F.linear(hidden.to(z.dtype), rest)
+        elif rest.shape[1]:
+            spread = lambda mask: token_spread(z, mask) @ rest.T
         lam = self.lam.clamp(0, 1)
         if torch.is_grad_enabled():
             lam = self.lam + (lam - self.lam).detach()
@@ -146,7 +150,7 @@ class EvidenceParameters(Router):
         least_share: float = 0.0,  # as in `RouterParameters`
     ):
         biases = torch.zeros(len(vectors)) if biases is None else biases
-        known = dict(biases=biases, least_share=least_share)
+        known = dict(biases=biases, least_share=least_share, sees_hidden=not follows)
         super().__init__(vectors, top_k, 1.0, False, norm_topk_prob, **known)
         # of the public pool in the seed, for each statistic: mean and standard deviation
         self.register_buffer("center", torch.zeros(vectors.shape[1] // 2))
@@ -321,8 +325,8 @@ class RouterSettings:
     learn_lam: bool = True  # whether lambda is learnable
     shared_lam: bool = False  # one lambda for all layers instead of one for each
     norm_topk_prob: bool = False  # weights divided by their sum over the chosen experts
-    # routing vectors start as domain means, density ratios ("logistic", "moments", "evidence"), or
-    # "random"
+    # routing vectors start as domain means, density ratios ("logistic", "moments", "activation",
+    # "evidence"), or "random"
     form: Literal[(*FORMS, "random")] = "mean"
     # of a token: the "sequence" or, for text that is being written, its "prefix" or "prompt"
     context: Literal[REACHES] = "sequence"
@@ -352,8 +356,8 @@ def _check_together(settings: RouterSettings) -> None:
     form, k = settings.form, settings.top_k
     if settings.context == "prefix" and FORMS[settings.sent_form][0] > 1:
         raise ValueError(
-            f"form is {form!r}, which needs the whole sequence: choose 'logistic' or 'mean' with "
-            "context='prefix'."
+            f"form is {form!r}, which needs the whole sequence: choose 'logistic' or 'activation' "
+            "with context='prefix'."
         )
     if settings.looking < 1 and form != "evidence":
         raise ValueError(

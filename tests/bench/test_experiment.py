@@ -90,9 +90,9 @@ def test_a_router_by_name_comes_before_its_fields_and_both_forms_are_sent(name, 
     )
     wanted = choose_router(preset(name), router).router
     assert config.router == replace(wanted, lam=0.25)
-    ratio = {"evidence": "evidence", "logistic": "logistic"}.get(wanted.form, "moments")
+    ratio = "evidence" if wanted.form == "evidence" else "moments"
     if name == "text":  # of a prefix only means are known
-        ratio = "logistic"
+        ratio = "activation"
     assert config.routing.sent(config.router) == ("mean", ratio)
     assert plain == changed(preset(name), {"router.lam": 0.25})
     # nothing else is touched
@@ -305,7 +305,7 @@ FIELDS = {
     "expert.batch_size=0": "batch_size is 0",
     "expert.epochs=many": "expert.epochs is 'many'",
     "expert.proxies=maybe": "expert.proxies is 'maybe'",
-    "router.form=zero": "router.form is 'zero'.*'mean', 'logistic', 'moments', 'evidence' or 'ran",
+    "router.form=zero": "router.form is 'zero'.*'moments', 'activation', 'evidence' or 'random'",
     "router.top_k=9": "top_k is 9, but must be 1 to [34]",
     "router.top_k=0": "top_k is 0",
     "router.top_k=1.5": "top_k is 1.5",

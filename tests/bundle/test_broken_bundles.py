@@ -169,7 +169,7 @@ def breaks_tensors(folder, rng):
         else:
             found[name] = odd_tensor(found[name], rng)
         if rng.random() < 0.3:  # under another form, which may be there already
-            known = "mean", "logistic", "moments", "evidence"
+            known = "mean", "logistic", "moments", "activation", "evidence"
             form = rng.choice((*known, "random", "", "a\nb", "x" * 10**4))
             if name in found:
                 found[f"{form}.{name.rpartition('.')[2]}"] = found.pop(name)

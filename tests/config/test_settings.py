@@ -282,8 +282,8 @@ def test_text_settings_are_those_of_the_papers_language_models():
 def test_models_of_text_keep_the_scale_and_route_what_is_being_written(name):
     config = preset(name)
     assert config.router.norm_topk_prob and config.router.top_k > 1 and config.router.seed_expert
-    assert (config.router.form, config.router.context) == ("logistic", "prefix")
-    assert config.routing.sent(config.router) == ("logistic",)  # means name members
+    assert (config.router.form, config.router.context) == ("activation", "prefix")
+    assert config.routing.sent(config.router) == ("activation",)  # means name members
     assert not config.gate.epochs
 
 

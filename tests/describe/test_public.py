@@ -34,7 +34,7 @@ def with_changes(public, **changes):
 
 def test_nothing_is_computed_or_written_before_it_is_asked_for(public, tmp_path):
     with stages_run() as ran:
-        for form in ("logistic", "moments", "evidence"):
+        for form in ("logistic", "moments", "activation", "evidence"):
             public.routing(form)  # zeros
         assert public.fingerprint == fingerprint(public.pool.train) and len(public.sample) == 40
     assert ran == [] and not any(tmp_path.iterdir())
@@ -73,7 +73,7 @@ def test_means_are_those_of_the_sample_in_the_seed(form, public):
 def test_the_seeds_own_vectors_are_the_samples_mean_or_zero(public):
     found = public.routing("mean")
     assert torch.equal(found.vectors, mean_routing(public.means("mean")).vectors)
-    for form in ("logistic", "moments", "evidence"):
+    for form in ("logistic", "moments", "activation", "evidence"):
         found = public.routing(form)
         assert found.form == form
         assert found.vectors.shape == (2, vector_size(form, 64, 256))
@@ -111,7 +111,7 @@ def test_units_are_kept_for_whoever_asks_next_and_follow_the_sample(change, agai
     assert ran == []
 
 
-@pytest.mark.parametrize("form", ["logistic", "moments", "evidence"])
+@pytest.mark.parametrize("form", ["logistic", "moments", "activation", "evidence"])
 def test_log_ratios_are_in_the_pools_own_units(form, public):
     means = public.means(form)[:, :7]
     drawn = torch.randn(2, vector_size(form, 64, 256), generator=torch.manual_seed(0))
@@ -123,7 +123,7 @@ def test_log_ratios_are_in_the_pools_own_units(form, public):
 
 @pytest.mark.parametrize("ask", ["means", "routing"])
 def test_an_unknown_form_is_refused_and_leaves_nothing(ask, public, tmp_path):
-    said = "is 'random', but must be one of mean, logistic, moments, evidence"
+    said = "is 'random', but must be one of mean, logistic, moments, activation, evidence"
     with pytest.raises(ValueError, match=said):
         getattr(public, ask)("random")
     assert not any((tmp_path / "public").glob("means-*"))

@@ -597,7 +597,7 @@ def test_routing_vectors_that_are_not_finite_are_not_saved(wrong, tmp_path):
 FINITE, SHAPES = "must hold finite numbers", r"must be \[layers, d\] and \[layers\], but are "
 BOTH, FORM = (
     "must hold 'FORM.vectors' and 'FORM.biases' .*",
-    "must be one of mean, logistic, moments, evidence",
+    "must be one of mean, logistic, moments, activation, evidence",
 )
 # what is wrong -> the tensors that differ, the form, and what is said
 REFUSED = {
@@ -686,7 +686,7 @@ def test_or_it_sends_its_private_data_against_the_pool(
     positives."""
     public = tiny_benchmark.pool.train.select(range(50))
     proxies = tiny_benchmark.pool.train.select(range(60, 70))
-    how = dict(spread=form != "logistic", hidden=form == "evidence")
+    how = dict(spread=form in ("moments", "evidence"), hidden=form in ("activation", "evidence"))
     backbones = merged, tiny_seed.backbone
     others = [layer_means(tiny_seed, backbone, public, **how) for backbone in backbones]
     pair = layer_means(tiny_seed, merged, images, **how), torch.cat(others, 1)

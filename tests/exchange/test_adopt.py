@@ -132,7 +132,7 @@ def test_what_was_done_is_not_done_again_and_other_data_need_other_vectors(tiny,
     assert torch.equal(routing_of(second).vectors, routing_of(fresh).vectors)
 
 
-@pytest.mark.parametrize("form", ["logistic", "moments", "evidence"])
+@pytest.mark.parametrize("form", ["logistic", "moments", "activation", "evidence"])
 def test_density_ratios_are_those_that_a_client_computes(tiny, own, form, tmp_path):
     "Proxies, which an adopted expert has not seen, have no part in these forms."
     public = tiny.public.with_config(changed(tiny.settings, {"router.form": form}))
@@ -151,7 +151,9 @@ def test_means_are_those_of_private_samples_alone(tiny, own, tmp_path):
     assert not torch.allclose(found.vectors, routing_of(sent).vectors, atol=1e-3)
 
 
-@pytest.mark.parametrize("form", ["mean", "logistic", "moments", "evidence", "random"])
+@pytest.mark.parametrize(
+    "form", ["mean", "logistic", "moments", "activation", "evidence", "random"]
+)
 def test_a_name_alone_gives_random_vectors_and_proxies(tiny, own, tmp_path, form):
     public = tiny.public.with_config(changed(tiny.settings, {"router.form": form}))
     named = [("cats", "1"), ("cats", "2"), ("dogs", "3")]

@@ -582,9 +582,9 @@ def test_fine_tuning_moves_every_routing_vector_of_evidence_and_no_unit(merge_wi
     assert torch.equal(embed(model, tiny.a.test), embed(model, tiny.a.test))
 
 
-@pytest.mark.parametrize("form", ["mean", "moments", "evidence"])
+@pytest.mark.parametrize("form", ["mean", "moments", "activation", "evidence"])
 def test_an_expert_that_is_held_keeps_its_line_of_every_router(form, merge_with, tune):
-    model = merge_with(form=form, top_k=2, norm_topk_prob=True, seed_logit=-1.0)
+    model = merge_with(form=form, top_k=4, norm_topk_prob=True, seed_logit=-1.0)
     lines = lambda: [
         torch.cat([p for p in (r.vectors, b) if p is not None], 1).detach().clone()
         for r in (layer.router for layer in model.layers)

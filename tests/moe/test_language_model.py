@@ -86,7 +86,7 @@ def test_it_writes_the_same_with_and_without_a_cache(family, how):
 
 
 @families
-@pytest.mark.parametrize("form", ["logistic", "moments", "evidence"])
+@pytest.mark.parametrize("form", ["logistic", "moments", "activation", "evidence"])
 @pytest.mark.parametrize("how", [dict(), dict(num_beams=3)], ids=["greedy", "beams"])
 def test_with_the_prompt_as_context_the_cache_keeps_what_the_first_pass_found(family, form, how):
     model, settings = build(family, context="prompt", form=form), WHOLE | how
@@ -937,8 +937,13 @@ def heard(model, run):
 @pytest.mark.parametrize("told", [False, True], ids=["all", "members"])
 @pytest.mark.parametrize(
     "router",
-    [{}, dict(context="sequence", form="moments"), dict(context="prompt", form="evidence")],
-    ids=["logistic", "moments", "evidence"],
+    [
+        {},
+        dict(context="sequence", form="moments"),
+        dict(form="activation"),
+        dict(context="prompt", form="evidence"),
+    ],
+    ids=["logistic", "moments", "activation", "evidence"],
 )
 def test_router_logits_are_what_the_routers_said(router, told):
     model = build(**router)

@@ -16,7 +16,7 @@ from harmomoe.moe.router import RouterSettings
 WAYS = [
     (context, form)
     for context in ("sequence", "prefix", "prompt")
-    for form in ("mean", "logistic", "moments", "evidence")
+    for form in ("mean", "logistic", "moments", "activation", "evidence")
     if context != "prefix" or form in ("mean", "logistic")
 ]
 ways = pytest.mark.parametrize("context, form", WAYS)
@@ -108,7 +108,7 @@ def test_what_routers_say(gpu):
 
 
 @pytest.mark.parametrize("attention", [(), MAPS])
-@pytest.mark.parametrize("form", ["mean", "logistic", "moments", "evidence"])
+@pytest.mark.parametrize("form", ["mean", "logistic", "moments", "activation", "evidence"])
 def test_backward(form, attention):
     with torch.device("meta"):
         model = build(context="sequence", form=form, attention=attention).train()
@@ -132,7 +132,7 @@ def tower(**settings):
     return vision.eval()
 
 
-@pytest.mark.parametrize("form", ["mean", "logistic", "moments", "evidence"])
+@pytest.mark.parametrize("form", ["mean", "logistic", "moments", "activation", "evidence"])
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 def test_image_towers(gpu, form, top_k):
     model = tower(form=form, top_k=top_k)

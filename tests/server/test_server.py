@@ -319,7 +319,7 @@ def test_another_random_state_gives_another_model(finished, tiny):
     assert not same(other.backbone, finished.unify().backbone)
 
 
-@pytest.mark.parametrize("form", ["logistic", "moments", "evidence"])
+@pytest.mark.parametrize("form", ["logistic", "moments", "activation", "evidence"])
 def test_it_starts_from_density_ratios_too_and_repeats(form, tiny):
     public = other_settings(tiny.public, router__form=form)
     one, two = (unify(tiny.sent[form], public) for _ in range(2))
