@@ -19,6 +19,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import save_file
 from sklearn.linear_model import LogisticRegression
+from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
 from ..base.schema import all_finite, one_line, read_tensors
@@ -243,10 +244,10 @@ def logistic_routing(
     for private, public in zip(positives, negatives):
         x = torch.cat([private, public]).double().numpy()
         center, scale = x.mean(0), x.std(0) + 1e-6
-        model = LogisticRegression(
-            C=1 / (penalty * len(x)), class_weight="balanced", solver="newton-cholesky"
-        )
-        model.fit((x - center) / scale, label)
+        how = dict(class_weight="balanced", tol=1e-6, max_iter=1000)
+        model = LogisticRegression(C=1 / (penalty * len(x)), **how)
+        with threadpool_limits(1, "blas"):  # threads would wait for each other
+            model.fit((x - center) / scale, label)
         vectors.append(model.coef_[0] / scale)
         biases.append(model.intercept_[0] - vectors[-1] @ center)
     return RoutingVectors(
@@ -283,7 +284,8 @@ def evidence_routing(
     for private, public, *units in zip(positives, negatives, center, scale):
         x = with_squares(torch.cat([private, public]), *units).numpy()  # float32 is enough
         model = LogisticRegression(C=1 / (penalty * len(x)), class_weight="balanced", max_iter=1000)
-        model.fit(x, label)
+        with threadpool_limits(1, "blas"):
+            model.fit(x, label)
         vectors.append(torch.tensor(model.coef_[0]))
         biases.append(torch.tensor(model.intercept_[0]))
     return RoutingVectors(torch.stack(vectors).float(), torch.stack(biases).float(), "evidence")
