@@ -294,7 +294,7 @@ def test_moments_keep_the_half_that_meets_the_token(unified):
 def test_evidence_has_no_class_but_its_experts_go_out(lam, unified, tmp_path):
     model, samples = unified(form="evidence", lam=lam), plain_texts("{} times {}?")
     for given in ((), (True,), (True, samples, samples)):
-        with pytest.raises(ValueError, match="form='evidence'.*no router of transformers can"):
+        with pytest.raises(ValueError, match="looks into the FFN.*'evidence'.*no router of"):
             to_mixtral(model, *given)
     with model.only("law"):
         expected = logits(model.backbone)
