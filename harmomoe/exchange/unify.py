@@ -312,7 +312,7 @@ def _together(recipe, seed, folders, experts, domains, pool, progress) -> Adapte
     return Adapters(recipe, public, folders, experts, domains)
 
 # %% ../../nbs/exchange/05_unify.ipynb #c0571001
-LOGITS = -2.0, -4.0, -6.0, -8.0  # thresholds that are tried besides the preset's
+LOGITS = -2.0, -4.0, -6.0, -8.0  # thresholds that are tried besides the usual one
 JUDGED = 40  # texts of each kind that they are judged on, at most
 PUBLIC = "public text"  # no adapter can be called so
 
