@@ -11,7 +11,7 @@ __all__ = ['OF_A_COPY', 'FACTS', 'DecoderSeed', 'Tokens', 'pad', 'ones', 'token_
 # %% ../../nbs/models/02_decoder.ipynb #4ccd88be
 import json
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import ClassVar, Literal, Sequence
 
@@ -22,6 +22,7 @@ from fastcore.basics import patch
 from peft import PeftModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from transformers import (
     LlamaConfig,
@@ -347,12 +348,12 @@ def logits(
     mask: Tensor,
     asked: Tensor,
     last: int,  # at how many of the last tokens
-) -> Tensor:  # float32 [B, last, vocabulary]
+) -> Tensor:  # [B, last, vocabulary], of the model's own type
     "What follows each of the last tokens."
     # positions, not a slice: a result that is not contiguous is slow
     kept = torch.arange(ids.shape[1] - last, ids.shape[1], device=self.device)
     inputs = self.inputs(backbone, ids, mask, asked)
-    return backbone(**inputs, logits_to_keep=kept).logits.float()
+    return backbone(**inputs, logits_to_keep=kept).logits
 
 
 @patch
@@ -369,19 +370,25 @@ def hidden(self: DecoderSeed, backbone: nn.Module, batch: dict) -> Tensor:
     return token_mean(read.last_hidden_state.float(), self.token_mask(batch))
 
 # %% ../../nbs/models/02_decoder.ipynb #fe527069
+def _of_one_text(logits: Tensor, labels: Tensor) -> Tensor:
+    "Log likelihood of each label of one text, float32 [T], from [T, vocabulary] and [T]."
+    return -F.cross_entropy(logits.float(), labels, reduction="none", ignore_index=-100)
+
+
 def token_log_likelihoods(
     logits: Tensor,  # [B, T, vocabulary], what follows each token
     labels: Tensor,  # int64 [B, T], the token that does follow; -100 where it does not count
-) -> Tensor:  # [B, T], 0 where it does not count
+) -> Tensor:  # float32 [B, T], 0 where it does not count
     "Log likelihood of each label."
-    by_class = logits.transpose(1, 2)
-    return -F.cross_entropy(by_class, labels, reduction="none", ignore_index=-100)
+    again = logits.requires_grad and torch.is_grad_enabled()  # on the way back
+    how = partial(checkpoint, _of_one_text, use_reentrant=False) if again else _of_one_text
+    return torch.stack([how(*text) for text in zip(logits, labels)])
 
 
 def log_likelihoods(
     logits: Tensor,  # as for `token_log_likelihoods`, and so are the labels
     labels: Tensor,
-) -> Tensor:  # [B]
+) -> Tensor:  # float32 [B]
     "Log likelihood of each sequence's labels."
     return token_log_likelihoods(logits, labels).sum(1)
 
@@ -389,9 +396,9 @@ def log_likelihoods(
 def count_right(
     logits: Tensor,  # as for `token_log_likelihoods`, and so are the labels
     labels: Tensor,
-) -> Tensor:  # [B], of the logits' type
+) -> Tensor:  # float32 [B]
     "How many of each sequence's labels are the most probable token."
-    return (logits.argmax(-1) == labels).sum(1).to(logits)
+    return (logits.argmax(-1) == labels).sum(1).float()
 
 # %% ../../nbs/models/02_decoder.ipynb #6f5f862d
 class PlainText(Task):
@@ -442,7 +449,7 @@ def mixed(
         logits, labels = self.continued(backbone, batch)
         each = token_log_likelihoods(logits, labels)
         before = each.cumsum(1) - each
-        own = logits.log_softmax(-1) + (log_weight[:, None] + before)[..., None]
+        own = logits.float().log_softmax(-1) + (log_weight[:, None] + before)[..., None]
         together = own if together is None else torch.logaddexp(together, own)
         likelihoods.append(each.sum(1))
     whole = (torch.stack(likelihoods, 1) + log_weights).logsumexp(1)
@@ -480,7 +487,7 @@ class Choices(PlainText):
         prompts = F.pad(prompts, (0, len(begin)))
         mask = F.pad(batch["prompt_mask"], (0, len(begin)), value=1)
         prompts[:, prompts.shape[1] - len(begin) :] = torch.tensor(begin, dtype=torch.int64)
-        return self.seed.logits(backbone, prompts, mask, mask, 1)[:, -1, tokens]
+        return self.seed.logits(backbone, prompts, mask, mask, 1)[:, -1, tokens].float()
 
 # %% ../../nbs/models/02_decoder.ipynb #b044b926
 @patch
@@ -516,7 +523,7 @@ def _continued(seed, backbone: nn.Module, questions: list[list[tuple]]) -> Tenso
     begun = backbone(**begin, logits_to_keep=1)
     counts = torch.tensor([len(answers) for answers in questions])
     rows = torch.arange(len(prompts)).repeat_interleave(counts)
-    logits = begun.logits[rows.to(seed.device)].float()
+    logits = begun.logits[rows.to(seed.device)]
     replies = [reply for answers in questions for _, reply in answers]
     ids, real = pad(replies, seed.padding, True)[:, :-1], pad(ones(replies), 0, True)[:, :-1]
     if ids.shape[1]:
@@ -525,7 +532,7 @@ def _continued(seed, backbone: nn.Module, questions: list[list[tuple]]) -> Tenso
         cache = cache_in(begun)
         cache.batch_select_indices(rows.to(seed.device))
         go_on = inputs | {CACHE: cache, "use_cache": True}
-        logits = torch.cat([logits, backbone(**go_on).logits.float()], 1)
+        logits = torch.cat([logits, backbone(**go_on).logits], 1)
     return log_likelihoods(logits, pad(replies, -100, True).to(seed.device))
 
 

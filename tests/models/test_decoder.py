@@ -291,6 +291,37 @@ def likelihoods(seed, data):
         yield sum(each[i - 1, ids[i]].item() for i in at.nonzero()[:, 0].tolist())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_likelihoods_and_their_gradients_are_those_of_a_softmax_in_double(dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 5, 40, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(40, (3, 5), generator=generator)
+    labels[0, :2] = labels[2] = -100
+    exact = logits.detach().double().requires_grad_()
+    each = exact.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
+    expected = (each * (labels != -100)).sum(1)
+    found = log_likelihoods(logits, labels)
+    assert found.dtype == torch.float32
+    assert torch.allclose(found.double(), expected, atol=1e-5)
+    weights = torch.tensor([1.0, 2.0, 3.0])
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    atol = 1e-6 if dtype == torch.float32 else 1e-2  # a gradient has the logits' type
+    assert torch.allclose(logits.grad.double(), exact.grad, atol=atol)
+    with torch.no_grad():
+        assert torch.equal(log_likelihoods(logits, labels), found)
+
+
+def test_training_keeps_nothing_of_the_softmax():
+    logits, labels = torch.randn(4, 50, 300, requires_grad=True), torch.arange(200).view(4, 50)
+    kept = []
+    pack = lambda x: kept.append(x) or x
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        log_likelihoods(logits, labels)
+    own = [x for x in kept if x.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr()]
+    assert sum(x.nbytes for x in own) < logits.nbytes / 100
+
+
 def test_log_likelihoods_leave_out_what_does_not_count():
     logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
     labels, each = torch.tensor([[4, -100, 0], [-100] * 3]), logits.log_softmax(-1)
