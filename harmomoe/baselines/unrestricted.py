@@ -57,8 +57,9 @@ def new_mixture(
     seed, config, settings = public.seed, public.config, public.config.router
     names, ranks = [domain.name for domain in domains], [config.expert.rank] * len(domains)
     form = settings.sent_form
-    given = None, public.sample, None if form == "mean" else public.means(form), settings.context
-    routings = [client_routing(form, seed, seed.backbone, d.train, *given) for d in domains]
+    given = None, public.sample, None if form == "mean" else public.means(form)
+    fit = lambda data: client_routing(form, seed, seed.backbone, data, *given, **config.looks)
+    routings = [fit(domain.train) for domain in domains]
     if settings.seed_expert:
         names, ranks, routings = ["seed", *names], [0, *ranks], [public.routing(form), *routings]
     scales = [config.expert.alpha / config.expert.rank] * len(names)

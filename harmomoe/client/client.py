@@ -358,19 +358,19 @@ def _guarded(client: Client, mechanism: Mechanism, how: tuple) -> tuple[PeftMode
 # %% ../../nbs/client/03_client.ipynb #c97c046a
 def _described(client: Client, form: str, expert: Path) -> RoutingVectors:
     "The domain as an expert sees it."
-    public, config, router = client.public, client.public.config, client.public.config.router
+    public, config = client.public, client.public.config
     inputs = dict(
         expert=_contents(expert),
         form=form,
         public_samples=config.routing.public_samples,
         random_state=config.random_state,
-        prompt=router.context == "prompt",
+        **config.looks,
     )
 
     def build(partial):
         in_seed = None if form == "mean" else public.means(form)
         given = load_expert(public.seed, expert), *client.training_data, public.sample, in_seed
-        found = client_routing(form, public.seed, *given, router.context)
+        found = client_routing(form, public.seed, *given, **config.looks)
         save_routing({form: found}, partial)
 
     return load_routing(keep(client.folder, "routing", inputs, build))[form]

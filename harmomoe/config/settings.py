@@ -125,6 +125,8 @@ class RoutingSettings:
     forms: str = ""
     # how density ratios are fitted: by "logistic" regression, or "lda", a closed form
     method: Literal["logistic", "lda"] = "logistic"
+    # beginnings of each text, if the context is the prefix; more than one fade as the router's mean
+    beginnings: Annotated[int, Within(1, 1000)] = 1
 
     def __post_init__(self):
         check_fields(self)
@@ -255,6 +257,17 @@ class Config:
 
 # %% ../../nbs/config/00_settings.ipynb #223098a9
 @patch(as_prop=True)
+def looks(self: Config) -> dict:
+    """How samples are looked at for routing vectors, as for `form_means`. For a closed form each
+    counts once."""
+    reach, number = self.router.context, self.routing.beginnings
+    once = self.privacy.wanted or self.routing.method == "lda"
+    if reach != "prefix" or once or number == 1:
+        return dict(reach=reach)
+    return dict(reach=reach, number=number, horizon=self.router.horizon)
+
+
+@patch(as_prop=True)
 def told(self: Config) -> dict:
     "All fields, nested, without those of `LATER` whose value says what was so before they came."
     found = asdict(self)
@@ -267,7 +280,7 @@ def told(self: Config) -> dict:
 
 
 # fields that were added after settings had been written to files -> what was so without them
-LATER = {"routing.method": "logistic", "privacy": asdict(Privacy())}
+LATER = {"routing.method": "logistic", "routing.beginnings": 1, "privacy": asdict(Privacy())}
 LATER |= {"router.looking": 1.0, "router.least_share": 0.0, "finetune.factors": "both"}
 
 # %% ../../nbs/config/00_settings.ipynb #ab28f1a2

@@ -79,11 +79,11 @@ def means(
     form: str,  # of routing vectors, a key of `FORMS`
 ) -> Tensor:  # float32 [layers, n, ...]
     "What enters the seed's FFNs for the public sample, see `form_means`."
-    seed, reach = self.seed, self.config.router.context
-    inputs = dict(public=fingerprint(self.sample), seed=seed.identity, form=form, reach=reach)
+    seed, looks = self.seed, self.config.looks
+    inputs = dict(public=fingerprint(self.sample), seed=seed.identity, form=form, **looks)
 
     def build(partial):
-        found = form_means(form, seed, seed.backbone, self.sample, reach)
+        found = form_means(form, seed, seed.backbone, self.sample, **looks)
         np.save(partial / "means.npy", found.numpy())
 
     path = stage(Path(self.folder, f"means-{digest(inputs)[:12]}"), "means", inputs, build)

@@ -11,6 +11,7 @@ __all__ = ['SHORTEST', 'FILE', 'PARTS', 'beginnings', 'layer_means', 'RoutingVec
 
 # %% ../../nbs/describe/04_routing.ipynb #8d613401
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,11 @@ def _mean_and_spread(z: Tensor, mask: Tensor | None) -> Tensor:
     return torch.cat([token_mean(z, mask), token_spread(z, mask)], -1)
 
 
+def _weighted(z: Tensor, weights: Tensor) -> Tensor:
+    "[B, T, d], from [B, number, T] -> [B * number, d]"
+    return torch.bmm(weights, z.float()).flatten(0, 1)
+
+
 def _reached(data: Dataset, reach: str) -> Dataset:
     "Samples without what a context never sees, which need not be run: answers, if prompts count."
     if reach != "prompt" or "answer" not in data.column_names:
@@ -53,20 +59,38 @@ def _hidden(seed: Seed, layer: int, z: Tensor) -> Tensor:
     ffn = seed.backbone.get_submodule(seed.layers[layer])
     return seed.ffn.hidden(ffn, *(getattr(ffn, name)(z) for name in seed.ffn.inner))
 
+
+def _noting(layer: int, seed: Seed, hidden: bool, statistic: Callable, masks: list, means: list):
+    "A hook that notes what enters the FFN of a layer."
+
+    def note(module, inputs):
+        seen = [inputs[0], _hidden(seed, layer, inputs[0])] if hidden else [inputs[0]]
+        parts = [statistic(x, masks[-1]) for x in seen]
+        means[layer].append(torch.cat(parts, -1).float().cpu())
+
+    return note
+
 # %% ../../nbs/describe/04_routing.ipynb #d311ad32
 SHORTEST = 4  # tokens
 
 
 def beginnings(
     mask: Tensor,  # bool [B, T], True for the tokens of each context
+    number: int = 1,  # of beginnings of each context
+    horizon: float = 0.0,  # tokens after which a token counts e times less; 0: all count alike
     first: int = 0,  # how many samples came before these
-) -> Tensor:  # bool [B, T]
+) -> Tensor:  # float32 [B, number, T], what each token counts: 1 together, if there are any
     "The first tokens of each context: `SHORTEST` or more of them, if it has so many."
-    place = torch.arange(first + 1, first + len(mask) + 1, dtype=torch.float64)
+    place = torch.arange(first * number + 1, (first + len(mask)) * number + 1, dtype=torch.float64)
     u = (place * (math.sqrt(5) - 1) / 2 % 1).to(mask.device)  # evenly spread, whatever the number
-    shortest = mask.sum(1).clamp(max=SHORTEST)
-    most = shortest * (mask.sum(1) / shortest.clamp(min=1)) ** u
-    return mask & (mask.cumsum(1) <= most[:, None])
+    u = u.view(len(mask), number, 1)
+    tokens, nth = mask.sum(1)[:, None, None], mask.cumsum(1)[:, None]
+    shortest = tokens.clamp(max=SHORTEST)
+    most = (shortest * (tokens / shortest.clamp(min=1)) ** u).floor()
+    weights = (mask[:, None] & (nth <= most)).double()
+    if horizon:
+        weights = weights * ((nth - most).clamp(max=0) / horizon).exp()
+    return (weights / weights.sum(2, keepdim=True).clamp(min=1)).float()
 
 # %% ../../nbs/describe/04_routing.ipynb #e51d0004
 @torch.no_grad()
@@ -80,27 +104,23 @@ def layer_means(
     reach: str = "sequence",
     # append both for the hidden activation that the seed's own FFN has there, of size m
     hidden: bool = False,
-    cut: bool = False,  # of each context only a beginning, see `beginnings`
+    number: int = 0,  # of beginnings that stand for each context, in a row; 0: the whole does
+    horizon: float = 0.0,  # of the beginnings, as for `beginnings`
 ) -> Tensor:  # float32 [layers, n, d], with spread [layers, n, 2 d], or 2 (d + m); on the CPU
-    "The samples' means at the input of each FFN. `FloatingPointError` if one is not finite."
+    """The samples' means at the input of each FFN. Raises `FloatingPointError` if one is not
+    finite, and `ValueError` for spreads of beginnings."""
+    if number and spread:
+        raise ValueError("spreads are those of whole contexts: leave number at 0.")
     means, masks, read = [[] for _ in seed.layers], [], 0
     # as the router that looks at it computes it
     statistic = (token_moments if hidden else _mean_and_spread) if spread else token_mean
-
-    def hook(layer):
-        def add(module, inputs):
-            seen = [inputs[0], _hidden(seed, layer, inputs[0])] if hidden else [inputs[0]]
-            parts = [statistic(x, masks[-1]) for x in seen]
-            means[layer].append(torch.cat(parts, -1).float().cpu())
-
-        return add
-
+    given = seed, hidden, _weighted if number else statistic, masks, means
     ffns = [backbone.get_submodule(path) for path in seed.layers]
-    handles = [ffn.register_forward_pre_hook(hook(layer)) for layer, ffn in enumerate(ffns)]
+    handles = [ffn.register_forward_pre_hook(_noting(i, *given)) for i, ffn in enumerate(ffns)]
     try:
         for batch in seed.batches(_reached(data, reach), batch_size=batch_size):
             mask = seed.token_mask(batch, reach)
-            masks[:] = [beginnings(mask, read) if cut else mask]
+            masks[:] = [beginnings(mask, number, horizon, read) if number else mask]
             read += len(seed.hidden(backbone, batch))
     finally:
         for handle in handles:
@@ -297,6 +317,8 @@ def form_means(
     backbone: nn.Module,  # the seed's backbone, or an expert's
     data: Dataset,  # the samples
     reach: str = "sequence",  # of the router's context, as in `layer_means`
+    number: int = 1,  # of beginnings of each sample, where beginnings are taken
+    horizon: float = 0.0,  # of these, as for `beginnings`
     # float32 [layers, n, d]; for "moments" [layers, n, 2 d], for "activation" [layers, n, d + m],
     # for "evidence" [layers, n, 2 (d + m)]
 ) -> Tensor:
@@ -304,10 +326,11 @@ def form_means(
     contexts or, for a density ratio of what is being written, of beginnings."""
     _check_form(form)
     wanted = dict(spread=form in ("moments", "evidence"), hidden=FORMS[form][1] > 0)
-    cut = reach == "prefix" and form != "mean"
-    return layer_means(seed, backbone, data, reach=reach, cut=cut, **wanted)
+    if reach == "prefix" and form != "mean":
+        wanted |= dict(number=number, horizon=horizon)
+    return layer_means(seed, backbone, data, reach=reach, **wanted)
 
-
+# %% ../../nbs/describe/04_routing.ipynb #67db1fad
 def client_routing(
     form: str,  # a key of `FORMS`
     seed: Seed,  # the shared seed
@@ -316,16 +339,16 @@ def client_routing(
     proxies: Dataset | None = None,  # its proxies, or None; only the form "mean" uses them
     public: Dataset | None = None,  # samples of the public pool; "mean" does not use them
     in_seed: Tensor | None = None,  # `form_means` of `public` in the seed, if they are at hand
-    reach: str = "sequence",  # of the router's context, as in `layer_means`
+    **how,  # how samples are looked at: reach, number and horizon, as for `form_means`
 ) -> RoutingVectors:  # what the client sends
     "A client's routing vectors, from private data and proxies."
     if form == "mean":
         data = expert_data(private, proxies)
-        return mean_routing(form_means(form, seed, expert, data, reach))
+        return mean_routing(form_means(form, seed, expert, data, **how))
     if in_seed is None:
-        in_seed = form_means(form, seed, seed.backbone, public, reach)
-    in_expert = form_means(form, seed, expert, public, reach)
-    positives = form_means(form, seed, expert, private, reach)
+        in_seed = form_means(form, seed, seed.backbone, public, **how)
+    in_expert = form_means(form, seed, expert, public, **how)
+    positives = form_means(form, seed, expert, private, **how)
     negatives = torch.cat([in_expert, in_seed], 1)
     if form == "evidence":
         return evidence_routing(positives, negatives, *public_units(in_seed))

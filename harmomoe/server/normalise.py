@@ -78,13 +78,13 @@ def claim(
     """What a bundle claims. Raises `ValueError` if its expert cannot be run: numbers that are not
     finite."""
     form = form or public.config.router.sent_form
-    seed, reach = public.seed, public.config.router.context
-    inputs = dict(bundle=contents_digest(bundle), form=form, reach=reach, seed=seed.identity)
+    seed, looks = public.seed, public.config.looks
+    inputs = dict(bundle=contents_digest(bundle), form=form, seed=seed.identity, **looks)
     inputs |= dict(public=fingerprint(public.sample))
 
     def build(partial):
         try:
-            own = form_means(form, seed, bundle.expert(seed).backbone, public.sample, reach)
+            own = form_means(form, seed, bundle.expert(seed).backbone, public.sample, **looks)
         except FloatingPointError:
             raise ValueError(
                 f"the expert of {bundle.client} gives numbers that are not finite on public "

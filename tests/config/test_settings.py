@@ -22,6 +22,7 @@ from harmomoe.config.settings import (
     RoutingSettings,
     changed,
     check_settings,
+    guaranteed,
     preset,
     read_settings,
 )
@@ -510,3 +511,13 @@ def test_a_client_called_seed_is_refused(tiny_settings, tiny_benchmark):
     named = replace(tiny_benchmark, clients=[replace(first, name="seed"), *others])
     with pytest.raises(ValueError, match="a client is called 'seed'"):
         check_settings(tiny_settings, named)
+
+
+def test_only_a_prefix_has_beginnings_and_for_a_closed_form_a_sample_counts_once():
+    several = changed(preset("embedded-text"), {"routing.beginnings": 5})
+    assert several.looks == dict(reach="prefix", number=5, horizon=several.router.horizon)
+    assert preset("embedded-text").looks == dict(reach="prefix")
+    assert changed(several, {"router.context": "prompt"}).looks == dict(reach="prompt")
+    closed = {"routing.method": "lda", "router.form": "logistic"}
+    assert changed(several, closed).looks == dict(reach="prefix")
+    assert guaranteed(several, 8.0).looks == dict(reach="prefix")

@@ -70,6 +70,18 @@ def test_means_are_those_of_the_sample_in_the_seed(form, public):
     assert torch.equal(public.means(form), wanted)  # read from the disk
 
 
+def test_means_of_what_is_being_written_are_those_of_its_beginnings(public, monkeypatch):
+    tokens = lambda batch, reach: torch.ones(len(batch["images"]), 5).bool()
+    monkeypatch.setattr(public.seed, "token_mask", tokens)
+    prefix = {"router.context": "prefix", "router.form": "logistic", "router.horizon": 3.0}
+    given = "logistic", public.seed, public.seed.backbone, public.sample, "prefix"
+    once = with_changes(public, **prefix).means("logistic")
+    assert torch.equal(once, form_means(*given))
+    several = with_changes(public, **prefix, **{"routing.beginnings": 4}).means("logistic")
+    assert several.shape[1] == 4 * once.shape[1]
+    assert torch.equal(several, form_means(*given, 4, 3.0))
+
+
 def test_the_seeds_own_vectors_are_the_samples_mean_or_zero(public):
     found = public.routing("mean")
     assert torch.equal(found.vectors, mean_routing(public.means("mean")).vectors)

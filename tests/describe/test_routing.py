@@ -32,7 +32,7 @@ from harmomoe.describe.routing import (
     seed_routing,
 )
 from harmomoe.models.weights import open_seed
-from harmomoe.moe.context import FORMS, vector_size
+from harmomoe.moe.context import FORMS, running_mean, vector_size
 
 RATIOS = [form for form in FORMS if form != "mean"]  # the forms that come from a regression
 each_ratio = pytest.mark.parametrize("form", RATIOS)
@@ -57,8 +57,9 @@ def logits(routing, z):
 def test_beginnings_are_as_often_short_as_long_and_never_shorter_than_they_must_be():
     mask = torch.ones(2000, 256, dtype=torch.bool)
     found = beginnings(mask)
-    lengths = found.sum(1)
-    assert torch.equal(found, torch.arange(256) < lengths[:, None])  # the first tokens, no others
+    lengths = (found[:, 0] > 0).sum(1)
+    counted = torch.arange(256) < lengths[:, None]  # the first tokens, no others, all alike
+    assert torch.equal(found[:, 0], (counted / lengths[:, None].double()).float())
     assert lengths.min() == SHORTEST and lengths.max() > 250
     for length in (8, 16, 32, 64, 128):  # evenly on a logarithmic scale
         below = (lengths < length).float().mean().item()
@@ -68,14 +69,36 @@ def test_beginnings_are_as_often_short_as_long_and_never_shorter_than_they_must_
     assert torch.equal(found, torch.cat(parts))  # batches change nothing
 
 
+def test_a_context_has_as_many_beginnings_as_asked_for():
+    mask = torch.ones(60, 256, dtype=torch.bool)
+    found = beginnings(mask, 5)
+    assert found.shape == (60, 5, 256)
+    assert torch.equal(found.flatten(0, 1), beginnings(torch.ones(300, 256).bool())[:, 0])
+    parts = [beginnings(mask[:7], 5), beginnings(mask[7:], 5, first=7)]
+    assert torch.equal(found, torch.cat(parts))
+
+
 def test_beginnings_are_those_of_real_tokens_wherever_they_stand():
     lengths = torch.tensor([0, 1, 3, 4, 9, 40])
     right = torch.arange(40) < lengths[:, None]
-    found, left = beginnings(right), beginnings(right.flip(1))
+    found, left = (beginnings(mask)[:, 0] > 0 for mask in (right, right.flip(1)))
     assert torch.equal(found.sum(1), left.sum(1)) and not (found & ~right).any()
     assert found.sum(1)[:4].tolist() == [0, 1, 3, 4]
     for row, kept in zip(right.flip(1), left):
         assert torch.equal(kept[row], torch.arange(int(row.sum())) < kept.sum())
+
+
+def test_a_beginning_is_what_a_router_sees_at_its_last_token():
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.arange(30).expand(4, 30) >= torch.tensor([[0], [5], [11], [26]])
+    values = torch.randn(4, 30, 3, generator=generator)
+    for horizon in (0.0, 6.0):
+        seen = running_mean(values.double(), mask, horizon=horizon)
+        weights = beginnings(mask, 7, horizon)
+        assert torch.allclose(weights.sum(2), torch.ones(4, 7))
+        last = 29 - (weights.flip(2) > 0).float().argmax(2)
+        expected = seen.gather(1, last[..., None].expand(4, 7, 3))
+        assert torch.allclose((weights @ values).double(), expected, atol=1e-6)
 
 
 def test_ratios_of_growing_contexts_come_from_beginnings_and_all_else_from_the_whole(
@@ -85,16 +108,20 @@ def test_ratios_of_growing_contexts_come_from_beginnings_and_all_else_from_the_w
     mask = lambda batch, reach: real.expand(len(batch["images"]), 5)
     monkeypatch.setattr(tiny_seed, "token_mask", mask)
     args = tiny_seed, tiny_seed.backbone, images
-    kept = beginnings(real.expand(6, 5))
+    kept = beginnings(real.expand(6, 5))[:, 0] > 0
     assert kept.sum() < 30
     cut = lambda batch, reach: kept[: len(batch["images"])]
-    for form in FORMS:
+    for form in ("mean", "logistic", "activation"):
         whole = form_means(form, *args)
         assert torch.equal(form_means(form, *args, "prompt"), whole)
         assert torch.equal(form_means(form, *args, "prefix"), whole) == (form == "mean")
     found = form_means("logistic", *args, "prefix")
+    several = form_means("activation", *args, "prefix", 3, 2.0)
+    assert several.shape[1] == 3 * len(images)
+    with pytest.raises(ValueError, match="whole contexts"):
+        form_means("moments", *args, "prefix")
     monkeypatch.setattr(tiny_seed, "token_mask", cut)
-    assert torch.equal(found, layer_means(*args))
+    assert torch.allclose(found, layer_means(*args), atol=1e-6)
 
 
 # ---- means
