@@ -31,7 +31,7 @@ from ..data.samples import labelled, union_label_space
 from ..describe.public import Public
 from harmomoe.describe.routing import (
     RoutingVectors,
-    layer_means,
+    form_means,
     load_routing,
     save_routing,
 )
@@ -87,9 +87,10 @@ class AnchoredClient(Client):
 
     def start(self) -> Tensor:  # float32 [layers, d]
         "Where the router's lines start: the mean of private samples less that of public ones."
-        seed = self.public.seed
-        private = layer_means(seed, seed.backbone, self.domain.train).mean(1)
-        return private - self.public.means("logistic").mean(1)
+        public, seed = self.public, self.public.seed
+        given = "mean", seed, seed.backbone, self.domain.train
+        private = form_means(*given, **public.config.looks)
+        return private.mean(1) - public.means("mean").mean(1)
 
 # %% ../../nbs/baselines/06_flexolmo.ipynb #494e342b
 @patch(as_prop=True)

@@ -281,7 +281,8 @@ def told(self: Config) -> dict:
 
 # fields that were added after settings had been written to files -> what was so without them
 LATER = {"routing.method": "logistic", "routing.beginnings": 1, "privacy": asdict(Privacy())}
-LATER |= {"router.looking": 1.0, "router.least_share": 0.0, "finetune.factors": "both"}
+LATER |= {"router.looking": 1.0, "router.least_share": 0.0, "router.cumulative": False}
+LATER |= {"finetune.factors": "both"}
 
 # %% ../../nbs/config/00_settings.ipynb #ab28f1a2
 def _check_guarantee(config: Config) -> None:
@@ -312,7 +313,8 @@ _GATED = dict(
     ),
 )
 _FADING = dict(form="activation", context="prefix", horizon=16.0, lam=1.0)
-_PREFIX = RouterSettings(top_k=2, norm_topk_prob=True, **_FADING)
+_ADDING_UP = dict(cumulative=True, seed_logit=-0.5)
+_PREFIX = RouterSettings(top_k=2, norm_topk_prob=True, **_FADING, **_ADDING_UP)
 _TEXT = dict(
     expert=ExpertSettings(batch_size=32, learning_rate=1e-4, warmup_steps=200, **_ADAMW),
     finetune=FinetuneSettings(epochs=1, batch_size=32, learning_rate=1e-4, **_ADAMW),
@@ -327,7 +329,7 @@ _SMALL = dict(
 _PRESETS = dict(
     paper=Config(),
     gated=Config(**_GATED),
-    text=Config(**_TEXT, routing=RoutingSettings(2000), router=_PREFIX),
+    text=Config(**_TEXT, routing=RoutingSettings(2000, beginnings=16), router=_PREFIX),
     embedded=Config(**_SMALL, **_GATED),
     ratios=Config(
         **_SMALL,
@@ -342,7 +344,7 @@ _PRESETS |= {
         expert=ExpertSettings(
             epochs=2, batch_size=8, learning_rate=2e-3, warmup_steps=20, **_ADAMW
         ),
-        routing=RoutingSettings(500),
+        routing=RoutingSettings(500, beginnings=16),
         router=_PREFIX,
         finetune=FinetuneSettings(epochs=0, batch_size=16, learning_rate=1e-4, **_ADAMW),
     ),

@@ -80,6 +80,8 @@ def means(
 ) -> Tensor:  # float32 [layers, n, ...]
     "What enters the seed's FFNs for the public sample, see `form_means`."
     seed, looks = self.seed, self.config.looks
+    if form == "mean":  # which is of whole contexts
+        looks = dict(reach=looks["reach"])
     inputs = dict(public=fingerprint(self.sample), seed=seed.identity, form=form, **looks)
 
     def build(partial):

@@ -7,7 +7,7 @@ Docs: https://harmomoe.github.io/harmomoe/describe/routing.html.md"""
 # %% auto #0
 __all__ = ['SHORTEST', 'FILE', 'PARTS', 'beginnings', 'layer_means', 'RoutingVectors', 'mean_routing', 'save_routing',
            'load_routing', 'logistic_routing', 'public_units', 'evidence_routing', 'form_means', 'client_routing',
-           'log_ratios', 'seed_routing']
+           'mean_so_far', 'log_ratios', 'seed_routing']
 
 # %% ../../nbs/describe/04_routing.ipynb #8d613401
 import math
@@ -348,6 +348,9 @@ def client_routing(
     if in_seed is None:
         in_seed = form_means(form, seed, seed.backbone, public, **how)
     in_expert = form_means(form, seed, expert, public, **how)
+    if "number" in how:  # no more beginnings than of the public samples, of however many texts
+        most = how["number"] * len(public) // len(private)
+        how |= dict(number=min(how["number"], max(1, most)))
     positives = form_means(form, seed, expert, private, **how)
     negatives = torch.cat([in_expert, in_seed], 1)
     if form == "evidence":
@@ -355,6 +358,14 @@ def client_routing(
     return logistic_routing(positives, negatives, form=form)
 
 # %% ../../nbs/describe/04_routing.ipynb #86f3ab20
+def mean_so_far(
+    logits: Tensor,  # [layers, ...]
+) -> Tensor:  # of the same shape
+    "The mean over all layers up to each, by which a cumulative router decides."
+    number = torch.arange(1, len(logits) + 1, dtype=logits.dtype)
+    return logits.cumsum(0) / number.reshape(-1, *[1] * (logits.ndim - 1))
+
+
 def log_ratios(
     routing: RoutingVectors,  # of a form other than "mean"
     means: Tensor,  # float32 [layers, n, ...], from `form_means`
@@ -371,8 +382,7 @@ def log_ratios(
         with_squares(z, center, scale).double() @ e.double() + b.double()
         for z, center, scale, e, b in given
     ]
-    number = torch.arange(1, len(looks) + 1, dtype=torch.float64)
-    return torch.stack(looks).cumsum(0) / number[:, None]
+    return mean_so_far(torch.stack(looks))
 
 
 def seed_routing(

@@ -531,7 +531,8 @@ def new_router(
     biases = None if settings.sent_form == "mean" else torch.zeros(experts)
     choices = settings.top_k, settings.lam, settings.learn_lam, settings.norm_topk_prob
     looks = settings.least_share, settings.form == "activation"
-    return Router(vectors, *choices, biases, settings.horizon, *looks)
+    place = dict(cumulative=True, earlier=earlier) if settings.cumulative else {}
+    return Router(vectors, *choices, biases, settings.horizon, *looks, **place)
 
 # %% ../../nbs/moe/03_layer.ipynb #1e7c0a14
 def insert_experts(

@@ -23,7 +23,7 @@ from ..base.artefacts import digest, read_manifest, stage
 from ..bundle.files import Bundle
 from ..data.domains import fingerprint
 from ..describe.public import Public
-from ..describe.routing import RoutingVectors, form_means
+from ..describe.routing import RoutingVectors, form_means, mean_so_far
 from ..moe.router import RouterSettings
 
 # %% ../../nbs/server/00_normalise.ipynb #24dffaef
@@ -203,10 +203,12 @@ def all_routing(
     return own + [bundle.routing[settings.form] for bundle in bundles]
 
 
-def _logits(routings: list[RoutingVectors], public: Public) -> Tensor:  # [layers, n, E]
-    "Of the public sample in the seed."
-    means = public.means(routings[0].form)
-    return torch.stack([public.log_ratios(routing, means) for routing in routings], -1)
+def _logits(bundles: list[Bundle], public: Public, settings: RouterSettings) -> Tensor:
+    "Of the public sample in the seed: [layers, n, E]."
+    means, routings = public.means(settings.form), all_routing(bundles, public, settings)
+    logits = torch.stack([public.log_ratios(routing, means) for routing in routings], -1)
+    # those of the form evidence are means already
+    return mean_so_far(logits) if settings.cumulative and settings.form != "evidence" else logits
 
 # %% ../../nbs/server/00_normalise.ipynb #27b04d1c
 def _corrected(bundle: Bundle, form: str, lowered: np.ndarray, factors: np.ndarray) -> Bundle:
@@ -242,7 +244,7 @@ def normalise(
         claimed, lowered = [one.together.tolist() for one in claims], held_back(claims)
     changes = zip(bundles, lowered, factors)
     done = [_corrected(bundle, settings.form, *change) for bundle, *change in changes]
-    logits = _logits(all_routing(done, public, settings), public)
+    logits = _logits(done, public, settings)
     shares = torch.stack([first_choices(layer) for layer in logits], 1).tolist()[own:]
     names = [bundle.client for bundle in bundles]
     facts = zip(names, claimed or [[]] * len(names), map(list, lowered), map(list, factors), shares)

@@ -53,8 +53,16 @@ def test_it_trains_one_line_beside_the_public_one_and_sends_the_pair(tiny, logit
     assert torch.allclose(logits(merged)["all"], logits(pair)["all"], atol=1e-5)
 
 
-def test_lines_start_from_the_difference_of_two_means_over_whole_samples(tiny, tmp_path):
-    client = AnchoredClient(public_of(tiny, {"router.context": "prompt"}), tiny.a, tmp_path)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"router.context": "prompt"},
+        {"router.context": "prefix", "router.form": "logistic", "routing.beginnings": 3},
+    ],
+    ids=str,
+)
+def test_lines_start_from_the_difference_of_two_means_over_whole_samples(change, tiny, tmp_path):
+    client = AnchoredClient(public_of(tiny, change), tiny.a, tmp_path)
     data = tiny.a.train, tiny.public.sample
     own, all_ = (layer_means(tiny.seed, tiny.seed.backbone, part).mean(1) for part in data)
     assert torch.allclose(client.start(), own - all_, atol=1e-6)

@@ -516,7 +516,7 @@ def test_a_client_called_seed_is_refused(tiny_settings, tiny_benchmark):
 def test_only_a_prefix_has_beginnings_and_for_a_closed_form_a_sample_counts_once():
     several = changed(preset("embedded-text"), {"routing.beginnings": 5})
     assert several.looks == dict(reach="prefix", number=5, horizon=several.router.horizon)
-    assert preset("embedded-text").looks == dict(reach="prefix")
+    assert changed(several, {"routing.beginnings": 1}).looks == dict(reach="prefix")
     assert changed(several, {"router.context": "prompt"}).looks == dict(reach="prompt")
     closed = {"routing.method": "lda", "router.form": "logistic"}
     assert changed(several, closed).looks == dict(reach="prefix")

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from datasets import concatenate_datasets
 from networks import close, normal, spread
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from scipy.optimize import minimize
 
+import harmomoe.describe.routing as routing_module
 from harmomoe.base.process import seeded
 from harmomoe.data.texts import text_dataset
 from harmomoe.describe.routing import (
@@ -122,6 +124,27 @@ def test_ratios_of_growing_contexts_come_from_beginnings_and_all_else_from_the_w
         form_means("moments", *args, "prefix")
     monkeypatch.setattr(tiny_seed, "token_mask", cut)
     assert torch.allclose(found, layer_means(*args), atol=1e-6)
+
+
+@pytest.mark.parametrize("private, number", [(3, 4), (8, 4), (20, 2), (60, 1)])
+def test_private_texts_have_no_more_beginnings_than_the_public_sample(
+    private, number, tiny_seed, tiny_benchmark, monkeypatch
+):
+    real, asked = torch.ones(1, 5).bool(), {}
+    mask = lambda batch, reach: real.expand(len(batch["images"]), 5)
+    monkeypatch.setattr(tiny_seed, "token_mask", mask)
+    made = routing_module.form_means
+
+    def noted(form, seed, backbone, data, reach, number, horizon):
+        asked[len(data)] = number
+        return made(form, seed, backbone, data, reach, number, horizon)
+
+    monkeypatch.setattr(routing_module, "form_means", noted)
+    public = tiny_benchmark.pool.train.select(range(10))
+    own = concatenate_datasets([tiny_benchmark.clients[0].train] * 9).select(range(private))
+    given = "logistic", tiny_seed, tiny_seed.backbone, own, None, public
+    found = client_routing(*given, reach="prefix", number=4, horizon=2.0)
+    assert asked == {10: 4, private: number} and found.vectors.isfinite().all()
 
 
 # ---- means

@@ -111,8 +111,13 @@ def test_a_prompt_without_padding_is_the_same_with_and_without_a_cache():
     assert torch.equal(cached, model.generate(TEXTS, **WHOLE))
 
 
-def test_a_prefix_that_fades_does_so_in_a_cache_too(tmp_path):
-    router = dict(context="prefix", form="logistic")
+@pytest.mark.parametrize(
+    "how",
+    [dict(form="logistic"), dict(form="activation", cumulative=True)],
+    ids=["each layer alone", "cumulative"],
+)
+def test_a_prefix_that_fades_does_so_in_a_cache_too(how, tmp_path):
+    router = dict(context="prefix", **how)
     model, lasting = build(**router, horizon=2.0), build(**router)
     settings = dict(attention_mask=LEFT) | WHOLE
     cached = model.generate(TEXTS, use_cache=True, **settings)
@@ -941,9 +946,10 @@ def heard(model, run):
         {},
         dict(context="sequence", form="moments"),
         dict(form="activation"),
+        dict(form="activation", cumulative=True),
         dict(context="prompt", form="evidence"),
     ],
-    ids=["logistic", "moments", "activation", "evidence"],
+    ids=["logistic", "moments", "activation", "cumulative", "evidence"],
 )
 def test_router_logits_are_what_the_routers_said(router, told):
     model = build(**router)

@@ -121,6 +121,34 @@ def test_members_of_a_pass_go_before_those_of_the_router():
     assert torch.equal(router(z)[1].unique(), torch.tensor([0]))
 
 
+# ---- logits that add up over the layers
+
+
+@pytest.mark.parametrize("reach", ["sequence", "prefix"])
+@pytest.mark.parametrize("form", ["logistic", "activation"])
+def test_cumulative_routers_decide_by_the_mean_of_all_so_far(form, reach):
+    hidden, lam = form == "activation", 0.7
+    z, h = normal(3, 2, 6, 4).double(), normal(3, 2, 6, 5, random_state=1).double()
+    mask = torch.tensor([[False, True, True, True, True, True], [True] * 6])
+    how = dict(lam=lam, horizon=3.0, sees_hidden=hidden)
+    vectors = normal(3, 3, 4 + 5 * hidden, random_state=2).double()
+    earlier, said = None, []
+    for layer in range(3):
+        given = vectors[layer], 2
+        how["biases"] = normal(3, random_state=3 + layer).double()
+        alone = Router(*given, **how).double()
+        router = Router(*given, **how, cumulative=True, earlier=earlier).double()
+        seen = z[layer], Context(mask, reach), h[layer] if hidden else None
+        said.append(alone.logits(*seen))
+        wanted = torch.stack(said).mean(0)
+        assert torch.allclose(router.logits(*seen), wanted, atol=1e-12)
+        assert torch.allclose(router.probabilities(*seen), wanted.softmax(-1), atol=1e-12)
+        earlier = router
+    assert not torch.allclose(wanted, said[-1])
+    with pytest.raises(ValueError, match="run the layers in their order"):
+        router.logits(z[0, :, :3], Context(reach=reach), h[0, :, :3] if hidden else None)
+
+
 # ---- evidence
 
 

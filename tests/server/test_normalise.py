@@ -350,8 +350,9 @@ def test_a_single_expert_takes_everything_and_may(tiny):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("seed_expert", [True, False], ids=["with the seed", "without"])
-def test_shares_are_those_of_the_router(form, seed_expert, tiny):
-    public = with_form(tiny, form, seed_expert=seed_expert)
+@pytest.mark.parametrize("cumulative", [True, False], ids=["cumulative", "each layer alone"])
+def test_shares_are_those_of_the_router(form, seed_expert, cumulative, tiny):
+    public = with_form(tiny, form, seed_expert=seed_expert, cumulative=cumulative)
     report, means = normalise(tiny.sent[form], public)[1], public.means(form)
     for layer in range(2):
         model = merge(tiny.sent[form], public)
@@ -360,8 +361,10 @@ def test_shares_are_those_of_the_router(form, seed_expert, tiny):
         biases = torch.zeros(vectors.shape[:2])
         if form != "mean":
             biases = torch.stack([router.biases.detach() for router in routers], 1)
-        logits = [written_out(*pair, means, public, form)[layer] for pair in zip(vectors, biases)]
-        logits = torch.stack(logits, 1)
+        said = [written_out(*pair, means, public, form) for pair in zip(vectors, biases)]
+        logits = torch.stack([one[layer] for one in said], 1)
+        if cumulative and form != "evidence":
+            logits = torch.stack([one[: layer + 1].mean(0) for one in said], 1)
         wanted = torch.bincount(logits.argmax(1), minlength=len(model.experts)) / len(logits)
         found = [one.share[layer] for one in report]
         assert found == pytest.approx(wanted[seed_expert:].tolist(), abs=1e-6)
