@@ -30,7 +30,7 @@ from ..config.settings import ExpertSettings
 from ..data.samples import labelled
 from ..describe.lda import bounded, bounded_mean
 from ..models.seed import Seed
-from ..models.training import check_finite
+from ..models.training import check_finite, sound_attention
 
 # %% ../../nbs/client/02_privacy.ipynb #66dab19b
 class Noise:
@@ -145,7 +145,8 @@ class Gradients:
         "Of one chunk: gradients [n, ...] by parameter, their norms [n], the mean loss."
         for p in self.parameters:
             p.grad_sample = p.grad = None
-        value = self.loss(self.expert, batch)
+        with sound_attention():
+            value = self.loss(self.expert, batch)
         with warnings.catch_warnings():  # what enters the first map needs no gradient
             warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
             value.backward()

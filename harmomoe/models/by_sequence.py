@@ -26,7 +26,7 @@ from ..base.schema import STRICT, read_tensors
 from .decoder import log_likelihoods
 from .model import Model
 from .seed import Seed, Task
-from .training import check_finite
+from .training import check_finite, sound_attention
 from .unified import check_experts
 from .weights import open_seed
 from ..moe.context import cache_in
@@ -282,7 +282,7 @@ def by_task_vector(
 ) -> Tensor:  # float32 [B, l], cosines; 0 for the seed, and where there is no gradient
     "Where the seed would go, and where each expert has gone."
     settings, watched = self.settings, _Watched(self.maps)
-    with torch.enable_grad(), watched, self.mixed(alone=SEED) as backbone:
+    with torch.enable_grad(), sound_attention(), watched, self.mixed(alone=SEED) as backbone:
         log_perplexity(self.seed, backbone, batch, task).sum().backward()
     ranks = torch.tensor(settings.ranks, device=self.seed.device)
     owner = torch.arange(len(ranks), device=ranks.device).repeat_interleave(ranks)

@@ -115,6 +115,19 @@ def test_the_loss_is_that_of_the_seeds_task_unless_another_is_given(images):
     assert not any(part.training for part in again.modules())  # and out of it in the end
 
 
+def test_no_gradient_goes_through_the_attention_of_cudnn(images):
+    seed, data, classes = images
+    allowed, task = torch.backends.cuda.cudnn_sdp_enabled, seed.task(classes)
+    seen, before = [], allowed()
+
+    def loss(backbone, batch):
+        seen.append(allowed())
+        return task.loss(backbone, batch)
+
+    train(seed, last_layer(seed), data, classes, SHORT, loss=loss)
+    assert seen and not any(seen) and allowed() == before
+
+
 def test_another_loss_is_what_goes_down(images):
     seed, data, classes = images
     size = lambda backbone, batch: seed.hidden(backbone, batch).square().mean()
