@@ -269,13 +269,16 @@ def _lost(model: UnifiedModel, kind: str, drop: bool, has_samples: bool) -> tupl
         )
     lam = [router.lam.clamp(0, 1).item() for router in routers]
     biased = any(router.biases is not None and router.biases.any() for router in routers)
-    if not max(lam) and not biased:
+    cumulative = any(router.cumulative for router in routers)
+    if not max(lam) and not biased and not cumulative:
         return {}, False
     if not drop:
-        what = f"by context (lambda {max(lam):.2g})" if max(lam) else "with biases"
+        what = "by what earlier layers said (cumulative)" if cumulative else "with biases"
+        what = f"by context (lambda {max(lam):.2g})" if max(lam) else what
         raise ValueError(
             f"this model routes {what}, and no router of transformers does. Unify with lam=0, "
-            "learn_lam=False and form='mean', or choose drop_context=True and see what that costs."
+            "learn_lam=False, cumulative=False and form='mean', or choose drop_context=True and "
+            "see what that costs."
         )
     if biased and not has_samples:
         raise ValueError(

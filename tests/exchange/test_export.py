@@ -239,10 +239,13 @@ ROUTERS = [
     (dict(lam=0.5), "by context .lambda 0.5."),
     (dict(form="logistic"), "with biases"),
     (dict(form="logistic", lam=0.3), "by context"),
+    (dict(cumulative=True), "earlier layers said"),
 ]
 
 
-@pytest.mark.parametrize("router, message", ROUTERS, ids=["context", "biases", "both"])
+@pytest.mark.parametrize(
+    "router, message", ROUTERS, ids=["context", "biases", "both", "cumulative"]
+)
 def test_context_and_biases_are_refused_or_dropped(unified, router, message):
     quiz = [
         dict(question=f"Is {n} even?", choices=["yes", "no"], answer="AB"[n % 2]) for n in range(12)
@@ -264,6 +267,7 @@ def test_context_and_biases_are_refused_or_dropped(unified, router, message):
     # the model that was exported, without its context and with whole vectors
     for layer, block in zip(model.layers, exported.model.layers):
         layer.router.lam.data.zero_()
+        layer.router.cumulative = False
         if biased:
             layer.router.biases.data.zero_()
             assert not torch.allclose(block.mlp.gate.weight, layer.router.vectors)
