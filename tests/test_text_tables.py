@@ -89,7 +89,7 @@ def test_settings_are_those_that_were_asked_for(ran):
 def test_rows_that_say_the_same_are_one_row(ran):
     entries, unique = ran["entries"], ran["unique"]
     assert len(unique) == len(set(entries.values())) < len(entries)
-    assert 28 <= len(unique) / 2 <= 35  # about thirty in each random state
+    assert 30 <= len(unique) / 2 <= 38  # about thirty-five in each random state
     ours = entries["methods", "harmomoe", 1]
     for place in (("selection", "dpp"), ("final fine-tuning", "none"), ("what is kept", "0")):
         assert entries[(*place, 1)] == ours != entries[(*place, 0)]
@@ -99,7 +99,7 @@ def test_rows_that_say_the_same_are_one_row(ran):
 
 def test_rates_are_those_with_the_lowest_bits_on_validation_splits(ran, parameters):
     table = pd.read_csv(Path(parameters["out"]) / "rates.csv", index_col="rate")
-    assert table.notna().sum().sum() == 27
+    assert table.notna().sum().sum() == 26
     for system, rate in table.idxmin().items():
         assert ran["rates"][system] == rate
         if system in ran["systems"] and system != "harmomoe":
