@@ -10,6 +10,7 @@ __all__ = ['MOST', 'Engine', 'Local', 'Processes', 'Ray', 'read_engine']
 # %% ../../nbs/base/04_engine.ipynb #73d72db6
 import multiprocessing
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -79,7 +80,9 @@ class Processes(Engine):
                 for future in as_completed(futures):
                     results[futures[future]] = future.result()
                     bar.update()
-            except BaseException:
+            except BaseException as error:
+                said = str(error) or type(error).__name__
+                bar.write(f"{label}: {said} Waiting for what still runs.", file=sys.stderr)
                 pool.shutdown(cancel_futures=True)
                 raise
         return results

@@ -1,5 +1,6 @@
 "Engines give the same results, in the order of the tasks, and raise what a task raises."
 
+import io
 import os
 import sys
 import time
@@ -58,6 +59,15 @@ def fragile(marker, times):
     return killed
 
 
+def until(marker):
+    "Wait for a file, a minute at most, and leave another if it came."
+    for _ in range(600):
+        if marker.exists():
+            marker.with_name(f"{marker.name}-seen").touch()
+            break
+        time.sleep(0.1)
+
+
 def at_home(thing):
     return id(thing), len(thing)
 
@@ -74,6 +84,19 @@ def test_an_error_is_raised_as_it_is(engine):
     with pytest.raises(ValueError, match="^so it is$") as raised:
         engine.run([(failing, "so it is"), *[(late, 1, 0.01)] * 3], "failing")
     assert type(raised.value) is ValueError
+
+
+def test_an_error_is_said_before_what_still_runs_has_ended(tmp_path, monkeypatch):
+    class Heard(io.StringIO):
+        def write(self, text):
+            if "failing: so it is. Waiting for what still runs." in text:
+                (tmp_path / "said").touch()
+            return len(text)
+
+    monkeypatch.setattr("sys.stderr", Heard())
+    with pytest.raises(ValueError, match="^so it is[.]$"):
+        Processes(2).run([(until, tmp_path / "said"), (failing, "so it is.")], "failing")
+    assert (tmp_path / "said-seen").exists()
 
 
 @engines
