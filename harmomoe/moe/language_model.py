@@ -407,6 +407,8 @@ def _layers_meet(config: HarmoMoEConfig) -> str:
     "Why a layer needs the one before it in the same pass; empty if it does not."
     if config.router["form"] == "evidence":
         return "a router of the form 'evidence' adds up over the layers"
+    if config.router["cumulative"]:
+        return "a cumulative router adds up over the layers"
     return "attention does as the layer before it has decided" if config.attention else ""
 
 

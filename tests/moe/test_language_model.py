@@ -770,9 +770,17 @@ def test_gradient_checkpointing_changes_no_gradient(family, reentrant, context):
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["anew", "reentrant"])
-def test_evidence_of_layers_that_are_computed_apart_is_refused(reentrant):
+@pytest.mark.parametrize(
+    "router",
+    [
+        dict(context="sequence", form="evidence"),
+        dict(context="prefix", form="activation", cumulative=True),
+    ],
+    ids=["evidence", "cumulative"],
+)
+def test_evidence_of_layers_that_are_computed_apart_is_refused(router, reentrant):
     "Gradient checkpointing would lose, or mix up, what earlier layers said."
-    model = build(context="sequence", form="evidence").train()
+    model = build(**router).train()
     expected = gradients(model, (TEXTS, LEFT))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
