@@ -89,7 +89,7 @@ class AnchoredClient(Client):
         "Where the router's lines start: the mean of private samples less that of public ones."
         public, seed = self.public, self.public.seed
         given = "mean", seed, seed.backbone, self.domain.train
-        private = form_means(*given, **public.config.looks)
+        private = form_means(*given, **public.config.looks("mean"))
         return private.mean(1) - public.means("mean").mean(1)
 
 # %% ../../nbs/baselines/06_flexolmo.ipynb #494e342b

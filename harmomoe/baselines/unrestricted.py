@@ -58,7 +58,8 @@ def new_mixture(
     names, ranks = [domain.name for domain in domains], [config.expert.rank] * len(domains)
     form = settings.sent_form
     given = None, public.sample, None if form == "mean" else public.means(form)
-    fit = lambda data: client_routing(form, seed, seed.backbone, data, *given, **config.looks)
+    looks = config.looks(form)
+    fit = lambda data: client_routing(form, seed, seed.backbone, data, *given, **looks)
     routings = [fit(domain.train) for domain in domains]
     if settings.seed_expert:
         names, ranks, routings = ["seed", *names], [0, *ranks], [public.routing(form), *routings]

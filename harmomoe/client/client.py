@@ -364,13 +364,13 @@ def _described(client: Client, form: str, expert: Path) -> RoutingVectors:
         form=form,
         public_samples=config.routing.public_samples,
         random_state=config.random_state,
-        **config.looks,
+        **config.looks(form),
     )
 
     def build(partial):
         in_seed = None if form == "mean" else public.means(form)
         given = load_expert(public.seed, expert), *client.training_data, public.sample, in_seed
-        found = client_routing(form, public.seed, *given, **config.looks)
+        found = client_routing(form, public.seed, *given, **config.looks(form))
         save_routing({form: found}, partial)
 
     return load_routing(keep(client.folder, "routing", inputs, build))[form]

@@ -256,12 +256,14 @@ class Config:
             )
 
 # %% ../../nbs/config/00_settings.ipynb #223098a9
-@patch(as_prop=True)
-def looks(self: Config) -> dict:
-    """How samples are looked at for routing vectors, as for `form_means`. For a closed form each
-    counts once."""
+@patch
+def looks(
+    self: Config,
+    form: str,  # of routing vectors
+) -> dict:  # how samples are looked at, as for `form_means`
+    "For means of whole contexts, and for a closed form, each sample counts once."
     reach, number = self.router.context, self.routing.beginnings
-    once = self.privacy.wanted or self.routing.method == "lda"
+    once = form == "mean" or self.privacy.wanted or self.routing.method == "lda"
     if reach != "prefix" or once or number == 1:
         return dict(reach=reach)
     return dict(reach=reach, number=number, horizon=self.router.horizon)

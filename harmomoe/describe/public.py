@@ -79,9 +79,7 @@ def means(
     form: str,  # of routing vectors, a key of `FORMS`
 ) -> Tensor:  # float32 [layers, n, ...]
     "What enters the seed's FFNs for the public sample, see `form_means`."
-    seed, looks = self.seed, self.config.looks
-    if form == "mean":  # which is of whole contexts
-        looks = dict(reach=looks["reach"])
+    seed, looks = self.seed, self.config.looks(form)
     inputs = dict(public=fingerprint(self.sample), seed=seed.identity, form=form, **looks)
 
     def build(partial):

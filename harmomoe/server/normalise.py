@@ -78,7 +78,7 @@ def claim(
     """What a bundle claims. Raises `ValueError` if its expert cannot be run: numbers that are not
     finite."""
     form = form or public.config.router.sent_form
-    seed, looks = public.seed, public.config.looks
+    seed, looks = public.seed, public.config.looks(form)
     inputs = dict(bundle=contents_digest(bundle), form=form, seed=seed.identity, **looks)
     inputs |= dict(public=fingerprint(public.sample))
 

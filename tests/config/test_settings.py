@@ -515,9 +515,11 @@ def test_a_client_called_seed_is_refused(tiny_settings, tiny_benchmark):
 
 def test_only_a_prefix_has_beginnings_and_for_a_closed_form_a_sample_counts_once():
     several = changed(preset("embedded-text"), {"routing.beginnings": 5})
-    assert several.looks == dict(reach="prefix", number=5, horizon=several.router.horizon)
-    assert changed(several, {"routing.beginnings": 1}).looks == dict(reach="prefix")
-    assert changed(several, {"router.context": "prompt"}).looks == dict(reach="prompt")
+    fading = dict(reach="prefix", number=5, horizon=several.router.horizon)
+    assert several.looks("logistic") == several.looks("activation") == fading
+    assert several.looks("mean") == dict(reach="prefix")
+    assert changed(several, {"routing.beginnings": 1}).looks("logistic") == dict(reach="prefix")
+    assert changed(several, {"router.context": "prompt"}).looks("logistic") == dict(reach="prompt")
     closed = {"routing.method": "lda", "router.form": "logistic"}
-    assert changed(several, closed).looks == dict(reach="prefix")
-    assert guaranteed(several, 8.0).looks == dict(reach="prefix")
+    assert changed(several, closed).looks("logistic") == dict(reach="prefix")
+    assert guaranteed(several, 8.0).looks("logistic") == dict(reach="prefix")
