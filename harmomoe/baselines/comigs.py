@@ -47,7 +47,8 @@ class Participant:
         experts = ["generalist", "specialist"]
         self.model = UnifiedModel(seed, experts, [rank] * 2, [scale] * 2, ROUTER)
         # the same generalist for everybody
-        self.model.start_experts(config.expert.dropout, config.random_state)
+        first = config.expert.first_of(len(public.seed.layers))
+        self.model.start_experts(config.expert.dropout, config.random_state, first)
         with torch.no_grad(), seeded(config.random_state):
             for layer in self.model.layers:
                 layer.router.vectors.normal_(0, 0.02)

@@ -38,6 +38,11 @@ def new_expert(
     )
     with seeded(random_state):
         expert = get_peft_model(seed.new_backbone(), config).to(seed.device)
+    for path in seed.layers[: settings.first_of(len(seed.layers))]:
+        for p in expert.base_model.model.get_submodule(path).parameters():
+            if p.requires_grad:  # A and B; where both are zeros, no gradient ever reaches them
+                p.data.zero_()
+                p.requires_grad_(False)
     # peft itself would leave it empty
     expert.peft_config["default"].base_model_name_or_path = seed.name
     return expert
@@ -57,7 +62,8 @@ def train_expert(
     expert = new_expert(seed, settings, random_state, attention)
     given = data, label_space, settings, random_state, progress
     losses = train(seed, expert, *given, checkpoint=checkpoint)
-    still = [name for name, p in expert.named_parameters() if "lora_B" in name and not p.any()]
+    learning = {name: p for name, p in expert.named_parameters() if p.requires_grad}
+    still = [name for name, p in learning.items() if "lora_B" in name and not p.any()]
     if settings.epochs and still:
         raise RuntimeError(f"training did not move {len(still)} adapters, for example {still[0]}.")
     return expert, losses

@@ -247,7 +247,7 @@ def train_privately(
     expert = start or new_expert(seed, settings, random_state)
     for name, p in expert.named_parameters():
         if "lora_A" in name:
-            p.requires_grad_(data.both)
+            p.requires_grad_(data.both and bool(p.any()))  # zeros are layers that stay untouched
     run = _Steps(seed, expert, data, label_space, settings, random_state)
     try:
         with seeded(random_state), tqdm(desc=progress, disable=not progress) as bar:

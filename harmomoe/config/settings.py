@@ -76,11 +76,20 @@ class ExpertSettings(Training):
     proxies: bool = True  # whether experts train on their proxies too (Section 3.3)
     # whether experts train on private data; without, on proxies alone (Appendix H.3)
     private: bool = True
+    # share of the layers, from the first on, whose FFNs experts leave as the seed has them
+    untouched: Annotated[float, Within(0, 1, without=1)] = 0.0
 
     def __post_init__(self):
         check_fields(self)
         if not (self.proxies or self.private):
             raise ValueError("proxies and private are both off: experts have nothing to train on.")
+
+    def first_of(
+        self,
+        layers: int,  # how many the seed has
+    ) -> int:
+        "The first layer that experts change, counted from 0; the last one they always do."
+        return min(round(self.untouched * layers), layers - 1)
 
 # %% ../../nbs/config/00_settings.ipynb #9a7e0001
 @dataclass(frozen=True)
@@ -284,7 +293,7 @@ def told(self: Config) -> dict:
 # fields that were added after settings had been written to files -> what was so without them
 LATER = {"routing.method": "logistic", "routing.beginnings": 1, "privacy": asdict(Privacy())}
 LATER |= {"router.looking": 1.0, "router.least_share": 0.0, "router.cumulative": False}
-LATER |= {"finetune.factors": "both"}
+LATER |= {"finetune.factors": "both", "expert.untouched": 0.0}
 
 # %% ../../nbs/config/00_settings.ipynb #ab28f1a2
 def _check_guarantee(config: Config) -> None:

@@ -143,13 +143,14 @@ def start_experts(
     # share of a low-rank map's inputs that training leaves out at random; it is not saved
     dropout: float = 0.0,
     random_state: int = 0,
+    first: int = 0,  # layers before this one stay as the seed has them, whatever is trained
 ) -> UnifiedModel:  # itself
     """New experts, for training from the start: as in LoRA, A is random and B zero, so that each
     is the seed's FFN."""
     with torch.no_grad(), seeded(random_state):
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             layer.dropout = dropout
-            for a in layer.a.values():
+            for a in layer.a.values() if number >= first else ():
                 a.uniform_(-(a.shape[1] ** -0.5), a.shape[1] ** -0.5)
     return self
 

@@ -1,6 +1,7 @@
 """One expert: only FFNs change, the same numbers give the same bytes, and what is stored is what
 was trained."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -9,10 +10,18 @@ import pytest
 import torch
 
 from harmomoe.bundle.files import ADAPTER, ADAPTER_FILES
-from harmomoe.client.expert import load_expert, new_expert, save_expert, train_expert
-from harmomoe.config.settings import ExpertSettings
+from harmomoe.client.client import Client
+from harmomoe.client.expert import (
+    expert_factors,
+    load_expert,
+    new_expert,
+    save_expert,
+    train_expert,
+)
+from harmomoe.config.settings import ExpertSettings, changed
 from harmomoe.data.samples import expert_data, union_label_space
 from harmomoe.models.training import Checkpoint
+from harmomoe.server.server import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")
 SHORT = ExpertSettings(
@@ -188,3 +197,43 @@ def test_what_is_stored_is_an_adapter_and_nothing_else(work, tmp_path):
         save_expert(tmp_path, expert)
     assert [path.read_bytes() for path in files] == before
     assert sorted(path.name for path in tmp_path.iterdir()) == [ADAPTER]
+
+
+# ---- layers that stay as the seed has them
+
+
+HALF = replace(SHORT, untouched=0.5)
+
+
+@pytest.mark.parametrize("share, first", [(0, 0), (0.2, 1), (1 / 3, 2), (0.34, 2), (0.99, 5)])
+def test_the_last_layer_always_learns(share, first):
+    assert ExpertSettings(untouched=share).first_of(6) == first
+
+
+def test_untouched_layers_are_the_seeds_and_their_factors_zeros(work):
+    seed, data, space = work
+    expert, losses = train_expert(seed, data, space, HALF)
+    own = expert_factors(seed, expert)
+    for number, path in enumerate(seed.layers):
+        moved = [any(p.any() for p in own[path, linear]) for linear in seed.ffn.linears]
+        assert set(moved) == {number > 0}
+    merged = weights(copy.deepcopy(expert).merge_and_unload())
+    before = weights(seed.backbone)
+    ffn = f"{seed.layers[0]}."
+    assert all(torch.equal(merged[k], before[k]) for k in before if k.startswith(ffn))
+
+
+def test_nothing_that_learns_later_moves_untouched_layers(tiny, tmp_path):
+    changes = {"router.form": "evidence", "router.seed_expert": True, "gate.epochs": 1}
+    changes |= {"gate.batch_size": 8, "router.top_k": 2, "router.norm_topk_prob": True}
+    changes |= {"expert.untouched": 0.5, "finetune.learning_rate": 0.1, "finetune.epochs": 1}
+    public = tiny.public.with_config(changed(tiny.settings, changes))
+    client = Client(public, tiny.a, tmp_path / "a")
+    server = Server(public, tmp_path / "server")
+    server.receive(client.bundle())
+    model = server.unify()
+    first, last = (
+        [p for side in (layer.a, layer.b) for p in side.values()]
+        for layer in (model.layers[0], model.layers[-1])
+    )
+    assert not any(p.any() for p in first) and all(p.any() for p in last)

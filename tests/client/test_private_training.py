@@ -436,6 +436,14 @@ def test_first_factors_say_nothing(private, tiny):
     assert all(any(torch.equal(a, p) for p in first) for a in found)
 
 
+def test_no_noise_gets_into_layers_that_stay_untouched(tiny, tmp_path):
+    changes = CHANGES | {"expert.untouched": 0.5, "privacy.factors": "both"}
+    public = tiny.public.with_config(changed(tiny.settings, changes))
+    made = Client(public, tiny.a, tmp_path / "a").expert
+    for (path, _), pair in expert_factors(public.seed, load_adapter(public.seed, made)).items():
+        assert {bool(p.any()) for p in pair} == {path != public.seed.layers[0]}
+
+
 def test_a_closed_form_without_noise_has_no_promise(tiny, tmp_path):
     changes = {"relevance.method": "lda", "routing.method": "lda", "router.form": "moments"}
     public = tiny.public.with_config(changed(tiny.settings, changes))

@@ -261,7 +261,7 @@ def test_defaults_are_the_papers():
     assert paper.relevance == RelevanceSettings("probe", 10_000)
     assert paper.proxies == ProxySettings(3000, 500, "dpp", "dpp")
     training = asdict(Training(10, 128, 0.01, "sgd", 0.9, 1e-4, 0, 1, None, "no"))
-    lora = dict(rank=16, alpha=32, dropout=0.0, proxies=True, private=True)
+    lora = dict(rank=16, alpha=32, dropout=0.0, proxies=True, private=True, untouched=0.0)
     assert asdict(paper.expert) == training | lora
     assert paper.finetune == FinetuneSettings(5, 128, 0.001, "sgd", 0.9, 1e-4, 0, 1, None, "no")
     assert paper.routing == RoutingSettings(10_000) and paper.random_state == 0
