@@ -47,7 +47,7 @@ def new_expert(
     expert.peft_config["default"].base_model_name_or_path = seed.name
     return expert
 
-
+# %% ../../nbs/client/00_expert.ipynb #ded6e570
 def train_expert(
     seed: Seed,  # the shared seed; it is not changed
     data: Dataset,  # private data and proxies, from `expert_data`
