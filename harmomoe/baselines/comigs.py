@@ -46,8 +46,8 @@ class Participant:
         rank, scale = config.expert.rank, config.expert.alpha / config.expert.rank
         experts = ["generalist", "specialist"]
         self.model = UnifiedModel(seed, experts, [rank] * 2, [scale] * 2, ROUTER)
+        first = config.expert.first_of(len(seed.layers))
         # the same generalist for everybody
-        first = config.expert.first_of(len(public.seed.layers))
         self.model.start_experts(config.expert.dropout, config.random_state, first)
         with torch.no_grad(), seeded(config.random_state):
             for layer in self.model.layers:

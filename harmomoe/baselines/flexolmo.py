@@ -66,7 +66,7 @@ def anchored_pair(
     seed, settings = public.seed, public.config.expert
     ranks, scales = [0, settings.rank], [0.0, settings.alpha / settings.rank]
     model = UnifiedModel(seed, ["seed", name], ranks, scales, anchored_router(2))
-    first = settings.first_of(len(public.seed.layers))
+    first = settings.first_of(len(seed.layers))
     model.start_experts(settings.dropout, public.config.random_state, first)
     lines = torch.stack([torch.zeros_like(vectors), vectors], 1)
     return model.start_routers(lines, torch.zeros(lines.shape[:2])).hold("seed")

@@ -65,7 +65,7 @@ def new_mixture(
         names, ranks, routings = ["seed", *names], [0, *ranks], [public.routing(form), *routings]
     scales = [config.expert.alpha / config.expert.rank] * len(names)
     model = UnifiedModel(seed, names, ranks, scales, settings)
-    first = config.expert.first_of(len(public.seed.layers))
+    first = config.expert.first_of(len(seed.layers))
     model.start_experts(config.expert.dropout, config.random_state, first)
     parts = (torch.stack([getattr(r, part) for r in routings], 1) for part in ("vectors", "biases"))
     return model.start_routers(*parts, public.units if form == "evidence" else None)

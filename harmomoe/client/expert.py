@@ -40,7 +40,7 @@ def new_expert(
         expert = get_peft_model(seed.new_backbone(), config).to(seed.device)
     for path in seed.layers[: settings.first_of(len(seed.layers))]:
         for p in expert.base_model.model.get_submodule(path).parameters():
-            if p.requires_grad:  # A and B; where both are zeros, no gradient ever reaches them
+            if p.requires_grad:  # A and B: zeros get no gradient, and no private step adds noise
                 p.data.zero_()
                 p.requires_grad_(False)
     # peft itself would leave it empty
