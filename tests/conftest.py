@@ -5,6 +5,7 @@ once."""
 
 import io
 import os
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -321,36 +322,48 @@ def merge_with(tiny):
     return build
 
 
+@contextmanager
+def _settings_kept():
+    "What `faster_cpu` changes in here is changed back: other tests get the numbers of before."
+    import torch
+
+    precision = torch.get_float32_matmul_precision()
+    flash = torch.backends.cuda.flash_sdp_enabled()
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cuda.enable_flash_sdp(flash)
+
+
+@pytest.fixture
+def torch_settings():
+    "Gives torch's settings back after the test; whoever opens an experiment needs it."
+    with _settings_kept():
+        yield
+
+
 @pytest.fixture(scope="session")
 def run_cells():
     """A function (notebook, parameters) that runs a notebook's code cells here, as papermill
     would in a kernel.
 
     Papermill itself injects the parameters. Being in this process, a test can replace what the
-    notebook calls; what `faster_cpu` changed there is changed back, so that other tests in this
-    process get the same numbers as before."""
+    notebook calls; what `faster_cpu` changed there is changed back."""
     import matplotlib
-    import torch
     from papermill.iorw import load_notebook_node
     from papermill.parameterize import parameterize_notebook
 
     def run(notebook: Path, parameters: dict) -> dict:
         matplotlib.use("agg")
-        precision, flash = (
-            torch.get_float32_matmul_precision(),
-            torch.backends.cuda.flash_sdp_enabled(),
-        )
         cells = parameterize_notebook(load_notebook_node(str(notebook)), parameters).cells
         space = {"__name__": "__main__", "In": [""]}
-        try:
+        with _settings_kept():
             for cell in cells:
                 if cell.cell_type != "code":
                     continue
                 space["In"].append(cell.source)
                 exec(compile(cell.source, str(notebook), "exec"), space)
-        finally:
-            torch.set_float32_matmul_precision(precision)
-            torch.backends.cuda.enable_flash_sdp(flash)
         return space
 
     return run

@@ -42,16 +42,6 @@ def test_seeded_blocks_repeat_and_leave_the_outer_generators_alone():
 # ---- float32 on a CPU
 
 
-@pytest.fixture
-def torch_settings():
-    "Gives torch's settings back after the test."
-    precision = torch.get_float32_matmul_precision()
-    flash = torch.backends.cuda.flash_sdp_enabled()
-    yield
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cuda.enable_flash_sdp(flash)
-
-
 def settings():
     return torch.get_float32_matmul_precision(), torch.backends.cuda.flash_sdp_enabled()
 
