@@ -242,6 +242,7 @@ tiny_logistic, tiny_moments, tiny_activation, tiny_evidence = (
     _bundles_of(form, form) for form in ("logistic", "moments", "activation", "evidence")
 )
 tiny_both = _bundles_of("both", "moments", "mean")
+tiny_density = _bundles_of("density", "evidence", "density")
 
 
 @pytest.fixture(scope="session")

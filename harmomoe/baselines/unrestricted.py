@@ -9,6 +9,7 @@ __all__ = ['unrestricted', 'unrestricted_proxies', 'expert_all_data', 'all_sampl
            'train_one_expert']
 
 # %% ../../nbs/baselines/07_unrestricted.ipynb #c2227572
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -54,7 +55,8 @@ def new_mixture(
     public: Public,  # what everybody has
 ) -> UnifiedModel:  # to be trained
     "New experts, and routers that start from the domains in the seed."
-    seed, config, settings = public.seed, public.config, public.config.router
+    seed, config = public.seed, public.config
+    settings = replace(config.router, densities=False)  # nobody learns from them
     names, ranks = [domain.name for domain in domains], [config.expert.rank] * len(domains)
     form = settings.sent_form
     given = None, public.sample, None if form == "mean" else public.means(form)

@@ -46,17 +46,13 @@ from ..data.domains import Domain, fingerprint
 from ..data.images import GROUP, labels_of
 from ..data.samples import expert_data, union_label_space
 from ..describe.class_means import covariance_pays, map_from_means, map_from_moments
+from ..describe.densities import client_density
 from ..describe.embeddings import cached_embeddings
 from ..describe.lda import lda_relevance, lda_routing
 from ..describe.proxies import ProxySet, select_proxies
 from ..describe.public import Public
 from ..describe.relevance import Relevance, fine_tuned_classifier, linear_probe
-from harmomoe.describe.routing import (
-    RoutingVectors,
-    client_routing,
-    load_routing,
-    save_routing,
-)
+from ..describe.routing import RoutingVectors, client_routing, load_routing, save_routing
 from ..models.training import Checkpoint
 
 # %% ../../nbs/client/03_client.ipynb #47ccc8ca
@@ -375,6 +371,20 @@ def _described(client: Client, form: str, expert: Path) -> RoutingVectors:
 
     return load_routing(keep(client.folder, "routing", inputs, build))[form]
 
+
+def _placed(client: Client) -> RoutingVectors:
+    "Where the domain lies, in what its expert makes of it."
+    public, config, expert = client.public, client.public.config, client.expert
+    looks = config.looks("density")
+    inputs = dict(expert=_contents(expert), form="density", random_state=config.random_state)
+    inputs |= dict(public_samples=config.routing.public_samples, **looks)
+
+    def build(partial):
+        given = public.seed, load_expert(public.seed, expert), client.training_data[0]
+        save_routing(dict(density=client_density(*given, public.components, **looks)), partial)
+
+    return load_routing(keep(client.folder, "routing", inputs, build))["density"]
+
 # %% ../../nbs/client/03_client.ipynb #e231f37e
 def _jointly(client: Client) -> Path:
     "Folder with the routing vectors of all forms that are sent; its facts may have the `bound`."
@@ -438,11 +448,13 @@ def expert(self: Client) -> Path:
 @patch
 def routing_of(
     self: Client,
-    form: str,  # a key of `FORMS`
+    form: str,  # one of `SENT`
 ) -> RoutingVectors:
     "What a router of this form is to know of this domain."
     if form == "evidence" and self.public.config.gate.epochs:
         return load_routing(self.expert)[form]
+    if form == "density":
+        return _placed(self)
     if _closed(self.public.config, self.public.config.routing):
         return load_routing(_jointly(self))[form]
     return _described(self, form, self.expert)

@@ -29,6 +29,7 @@ NUMBERS = dict(
     moments="a classifier of private against public samples, with spreads",
     activation="a classifier of private against public samples, with hidden activations",
     evidence="a classifier of private against public samples, with spreads and squares",
+    density="mean and covariance of private samples, by components of the pool",
 )
 
 

@@ -22,7 +22,7 @@ from fastcore.basics import patch
 from ..base.schema import STRICT, one_line, parse
 from ..data.domains import Benchmark, Domain
 from ..models.training import POSITIVE, Training
-from ..moe.context import FORMS
+from ..moe.context import SENT, WHOLE
 from ..moe.router import RouterSettings, Within, check_fields
 
 # %% ../../nbs/config/00_settings.ipynb #b1c35861
@@ -140,21 +140,21 @@ class RoutingSettings:
     def __post_init__(self):
         check_fields(self)
         names = self.forms.split("+") if self.forms else []
-        if not FORMS.keys() >= {*names} or len({*names}) < len(names):
+        if not {*SENT} >= {*names} or len({*names}) < len(names):
             raise ValueError(
-                f"forms is {self.forms!r:.80}, but must be different ones of {', '.join(FORMS)}, "
+                f"forms is {self.forms!r:.80}, but must be different ones of {', '.join(SENT)}, "
                 "joined by '+', or empty."
             )
 
     def sent(
         self,
         router: RouterSettings,
-    ) -> tuple[str, ...]:  # that of the router among them, in the order of `FORMS`
+    ) -> tuple[str, ...]:  # that of the router among them, in the order of `SENT`
         """All forms that clients send. Raises `ValueError` for one that does not go with the
         router's context."""
-        wanted = {router.sent_form, *self.forms.split("+")}
-        found = tuple(form for form in FORMS if form in wanted)
-        if router.context == "prefix" and (odd := [form for form in found if FORMS[form][0] > 1]):
+        wanted = {router.sent_form, *self.forms.split("+"), *["density"] * router.densities}
+        found = tuple(form for form in SENT if form in wanted)
+        if router.context == "prefix" and (odd := [form for form in found if form in WHOLE]):
             raise ValueError(
                 f"routing.forms is {self.forms!r}, but {odd[0]!r} needs the whole sequence: leave "
                 "it out with context='prefix'."
@@ -257,11 +257,12 @@ class Config:
         sent = self.routing.sent(self.router)  # forms that go with the router's context
         if self.privacy.wanted:
             _check_guarantee(self)
-        if "evidence" in sent and (self.privacy.wanted or self.routing.method == "lda"):
+        open_forms = [form for form in ("evidence", "density") if form in sent]
+        if open_forms and (self.privacy.wanted or self.routing.method == "lda"):
             why = "a guarantee" if self.privacy.wanted else "routing.method 'lda'"
             raise ValueError(
-                f"clients are to send the form 'evidence', which has no closed form as {why} needs "
-                "it: choose router.form 'moments', and leave it out of routing.forms."
+                f"clients are to send the form {open_forms[0]!r}, which has no closed form as "
+                f"{why} needs it: choose router.form 'moments', and leave it out of routing.forms."
             )
 
 # %% ../../nbs/config/00_settings.ipynb #223098a9
@@ -293,7 +294,7 @@ def told(self: Config) -> dict:
 # fields that were added after settings had been written to files -> what was so without them
 LATER = {"routing.method": "logistic", "routing.beginnings": 1, "privacy": asdict(Privacy())}
 LATER |= {"router.looking": 1.0, "router.least_share": 0.0, "router.cumulative": False}
-LATER |= {"finetune.factors": "both", "expert.untouched": 0.0}
+LATER |= {"finetune.factors": "both", "expert.untouched": 0.0, "router.densities": False}
 
 # %% ../../nbs/config/00_settings.ipynb #ab28f1a2
 def _check_guarantee(config: Config) -> None:

@@ -22,6 +22,7 @@ from ..base.artefacts import digest, stage
 from ..base.engine import Engine, Local
 from ..config.settings import Config
 from ..data.domains import Domain, fingerprint
+from .densities import public_components
 from .embeddings import cached_embeddings
 from harmomoe.describe.routing import (
     RoutingVectors,
@@ -76,9 +77,10 @@ class Public:
 @patch
 def means(
     self: Public,
-    form: str,  # of routing vectors, a key of `FORMS`
+    form: str,  # of routing vectors, one of `SENT`
 ) -> Tensor:  # float32 [layers, n, ...]
     "What enters the seed's FFNs for the public sample, see `form_means`."
+    form = "evidence" if form == "density" else form  # which looks at the same
     seed, looks = self.seed, self.config.looks(form)
     inputs = dict(public=fingerprint(self.sample), seed=seed.identity, form=form, **looks)
 
@@ -113,6 +115,21 @@ def units(self: Public) -> tuple[Tensor, Tensor]:  # float32 [layers, s] each
     return tuple(torch.from_numpy(np.load(path / "units.npy")))
 
 
+@patch(as_prop=True)
+def components(self: Public) -> tuple[Tensor, Tensor]:  # float32 [layers, s], [layers, k, s]
+    "What densities look at samples by, see `public_components`."
+    inputs = dict(public=fingerprint(self.sample), seed=self.seed.identity)
+    inputs |= dict(reach=self.config.router.context)
+
+    def build(partial):
+        for name, found in zip(("center", "axes"), public_components(self.means("density"))):
+            np.save(partial / f"{name}.npy", found.numpy())
+
+    path = Path(self.folder, f"components-{digest(inputs)[:12]}")
+    path = stage(path, "components", inputs, build)
+    return tuple(torch.from_numpy(np.load(path / f"{name}.npy")) for name in ("center", "axes"))
+
+
 @patch
 def log_ratios(
     self: Public,
@@ -120,6 +137,8 @@ def log_ratios(
     means: Tensor,  # float32 [layers, n, ...], from `form_means`
 ) -> Tensor:  # float64 [layers, n]
     "The logit of each sample in each layer, see `log_ratios`."
+    if routing.form == "density":
+        return log_ratios(routing, means, self.components)
     return log_ratios(routing, means, self.units if routing.form == "evidence" else None)
 
 # %% ../../nbs/describe/05_public.ipynb #2fef58ff

@@ -29,12 +29,14 @@ from ..models.seed import Seed
 from ..models.training import check_finite
 from harmomoe.moe.context import (
     FORMS,
+    SENT,
     token_mean,
     token_moments,
     token_spread,
     vector_size,
     with_squares,
 )
+from ..moe.density import in_components, log_density, unpacked
 
 # %% ../../nbs/describe/04_routing.ipynb #5ed8a6d8
 def _mean_and_spread(z: Tensor, mask: Tensor | None) -> Tensor:
@@ -129,14 +131,19 @@ def layer_means(
     check_finite(dict(representations=means), "the model")
     return means
 
-# %% ../../nbs/describe/04_routing.ipynb #0559f483
+# %% ../../nbs/describe/04_routing.ipynb #0559f490
 def _check_form(form: str) -> None:
-    if form not in FORMS:
+    if form not in SENT:
         raise ValueError(
-            f"the form of routing vectors is {form!r:.80}, but must be one of {', '.join(FORMS)}."
+            f"the form of routing vectors is {form!r:.80}, but must be one of {', '.join(SENT)}."
         )
 
 
+def _check_density(packed: Tensor) -> None:
+    if not (unpacked(packed)[1].diagonal(dim1=1, dim2=2) > 0).all():
+        raise ValueError("a density's W must have a positive diagonal, but this one has not.")
+
+# %% ../../nbs/describe/04_routing.ipynb #0559f483
 @dataclass(frozen=True)
 class RoutingVectors:
     """What the router starts from for one expert: in layer l the logit of a token z is z @
@@ -145,10 +152,10 @@ class RoutingVectors:
 
     # float32 [layers, d]; in the form "moments" [layers, 2 d], for the mean and for the spread; in
     # the form "activation" [layers, d + m], for what enters and for what is within; in the form
-    # "evidence" [layers, 4 (d + m)]
+    # "evidence" [layers, 4 (d + m)]; in the form "density" [layers, k (k + 3) / 2], m and W
     vectors: Tensor
-    biases: Tensor  # float32 [layers]; all 0 in the form "mean"
-    form: str  # a key of `FORMS`
+    biases: Tensor  # float32 [layers]; all 0 in the forms "mean" and "density"
+    form: str  # one of `SENT`
 
     @property
     def bytes(self) -> int:
@@ -157,18 +164,22 @@ class RoutingVectors:
 
     def __post_init__(self):
         _check_form(self.form)
-        parts, shape = FORMS[self.form][0], tuple(self.vectors.shape)
+        parts, shape = FORMS.get(self.form, (1, 0))[0], tuple(self.vectors.shape)
         fits = len(shape) == 2 and self.biases.shape == shape[:1] and shape[1] % parts == 0
         if not fits:
-            size = dict(moments="2 d", activation="d + m", evidence="4 (d + m)").get(self.form, "d")
+            sizes = dict(moments="2 d", activation="d + m", evidence="4 (d + m)")
+            size = (sizes | dict(density="k (k + 3) / 2")).get(self.form, "d")
             raise ValueError(
                 f"routing vectors and biases must be [layers, {size}] and [layers], but are "
                 f"{shape} and {tuple(self.biases.shape)}."
             )
-        if self.form == "mean" and self.biases.any():
+        if self.form in ("mean", "density") and self.biases.any():
             raise ValueError(
-                "routing vectors of the form 'mean' have no biases, but some of these are not 0."
+                f"routing vectors of the form {self.form!r} have no biases, but some of these are "
+                "not 0."
             )
+        if self.form == "density" and shape[1] == vector_size("density", 0, 0):
+            _check_density(self.vectors)
 
 # %% ../../nbs/describe/04_routing.ipynb #2f9d60aa
 def mean_routing(
@@ -202,17 +213,17 @@ def save_routing(
 
 def load_routing(
     folder: str | Path,  # a folder that `save_routing` wrote to
-) -> dict[str, RoutingVectors]:  # form -> the vectors of this form, in the order of `FORMS`
+) -> dict[str, RoutingVectors]:  # form -> the vectors of this form, in the order of `SENT`
     """Read `FILE`. Raises `ValueError` if it holds anything else than finite vectors and biases
     of known forms."""
     path = Path(folder, FILE)
     tensors, _ = read_tensors(path)
-    forms = [form for form in FORMS if f"{form}.vectors" in tensors]
+    forms = [form for form in SENT if f"{form}.vectors" in tensors]
     if not forms or tensors.keys() != {f"{form}.{part}" for form in forms for part in PARTS}:
         found = one_line(", ".join(sorted(tensors))) or "nothing"
         raise ValueError(
             f"{path} must hold 'FORM.vectors' and 'FORM.biases' for one or more of the forms "
-            f"{', '.join(FORMS)}, but holds {found}."
+            f"{', '.join(SENT)}, but holds {found}."
         )
     return {form: _checked(form, tensors, path) for form in forms}
 
@@ -312,7 +323,7 @@ def evidence_routing(
 
 # %% ../../nbs/describe/04_routing.ipynb #67db1fac
 def form_means(
-    form: str,  # a key of `FORMS`
+    form: str,  # one of `SENT`
     seed: Seed,  # the shared seed
     backbone: nn.Module,  # the seed's backbone, or an expert's
     data: Dataset,  # the samples
@@ -320,12 +331,13 @@ def form_means(
     number: int = 1,  # of beginnings of each sample, where beginnings are taken
     horizon: float = 0.0,  # of these, as for `beginnings`
     # float32 [layers, n, d]; for "moments" [layers, n, 2 d], for "activation" [layers, n, d + m],
-    # for "evidence" [layers, n, 2 (d + m)]
+    # for "evidence" and "density" [layers, n, 2 (d + m)]
 ) -> Tensor:
     """The means of samples that routing vectors of a form are computed from: those of whole
     contexts or, for a density ratio of what is being written, of beginnings."""
     _check_form(form)
-    wanted = dict(spread=form in ("moments", "evidence"), hidden=FORMS[form][1] > 0)
+    spread = form in ("moments", "evidence", "density")
+    wanted = dict(spread=spread, hidden=form == "density" or FORMS[form][1] > 0)
     if reach == "prefix" and form != "mean":
         wanted |= dict(number=number, horizon=horizon)
     return layer_means(seed, backbone, data, reach=reach, **wanted)
@@ -365,15 +377,19 @@ def mean_so_far(
     number = torch.arange(1, len(logits) + 1, dtype=logits.dtype)
     return logits.cumsum(0) / number.reshape(-1, *[1] * (logits.ndim - 1))
 
-
+# %% ../../nbs/describe/04_routing.ipynb #0559f491
 def log_ratios(
     routing: RoutingVectors,  # of a form other than "mean"
     means: Tensor,  # float32 [layers, n, ...], from `form_means`
-    # from `public_units`, for the form "evidence"
+    # from `public_units`, for the form "evidence"; from `public_components`, for "density"
     units: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # float64 [layers, n]
     """The logit of each sample in each layer, as a router takes it that looks at nothing but
-    means: for the form "evidence", the mean over all layers so far."""
+    means: for the form "evidence", the mean over all layers so far; for "density", its log."""
+    if routing.form == "density":
+        given = zip(means.double(), *(unit.double() for unit in units), routing.vectors.double())
+        looks = ((in_components(z, *unit), unpacked(w[None])) for z, *unit, w in given)
+        return torch.stack([log_density(u, *density)[:, 0] for u, density in looks])
     if routing.form != "evidence":
         given = zip(means, routing.vectors, routing.biases)
         return torch.stack([z.double() @ e.double() + b.double() for z, e, b in given])

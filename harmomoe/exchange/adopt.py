@@ -30,7 +30,7 @@ from ..describe.routing import RoutingVectors
 from .convert import Expert, write_adapter
 from ..models.decoder import DecoderSeed
 from ..models.seed import Seed, by_first_name
-from ..moe.context import vector_size
+from ..moe.context import COMPONENTS, vector_size
 from ..server.dense import merged_change
 
 # %% ../../nbs/exchange/04_adopt.ipynb #df654488
@@ -151,6 +151,9 @@ class NamedClient(AdoptedClient):
             # as random routers in `merge`
             width = vector_size(form, seed.width, seed.hidden_width)
             vectors = 0.02 * torch.randn(len(seed.layers), width)
+        if form == "density":  # as wide as the pool, so that nothing is told
+            vectors[:], (rows, columns) = 0, torch.tril_indices(COMPONENTS, COMPONENTS)
+            vectors[:, COMPONENTS:][:, rows == columns] = 1
         return RoutingVectors(vectors, torch.zeros(len(vectors)), form)
 
 # %% ../../nbs/exchange/04_adopt.ipynb #f5327adb

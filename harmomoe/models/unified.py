@@ -31,6 +31,7 @@ from .seed import Seed
 from .training import check_finite
 from .weights import open_seed
 from ..moe.attention import LowRankLinear, route_attention
+from ..moe.density import unpacked
 from ..moe.layer import LowRankMoE, insert_experts
 from ..moe.router import RouterSettings
 from ..moe.stored import StoredRows, store_attention, store_factors, stored_rows
@@ -189,6 +190,24 @@ def hold(
                 continue
             factor = others.to(p.device).reshape(shape)
             p.register_hook(lambda gradient, factor=factor: gradient * factor)
+    return self
+
+# %% ../../nbs/models/06_unified.ipynb #e51d0030
+@patch
+@torch.no_grad()
+def start_densities(
+    self: UnifiedModel,
+    # expert -> its density, packed: float32 [layers, k (k + 3) / 2]; the seed's own has none
+    densities: dict[str, Tensor],
+    components: tuple[Tensor, Tensor],  # center and axes, from `public_components`
+) -> UnifiedModel:  # itself
+    "Routers that tell members apart by the clients' densities."
+    for index, layer in enumerate(self.layers):
+        layer.router.axes.copy_(components[1][index])
+        for name, density in densities.items():
+            middle, whiten = unpacked(density[index])
+            layer.router.middle[self.experts.index(name)] = middle
+            layer.router.whiten[self.experts.index(name)] = whiten
     return self
 
 # %% ../../nbs/models/06_unified.ipynb #66876371

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .context import Context, vector_size
 from .ffn import FFN
-from .router import EvidenceRouter, Router, RouterSettings
+from .router import DensityRouter, EvidenceRouter, Router, RouterSettings
 
 # %% ../../nbs/moe/03_layer.ipynb #d6b3e987
 class _Factors(nn.ParameterDict):
@@ -527,7 +527,8 @@ def new_router(
     if settings.form == "evidence":
         choices = settings.top_k, settings.norm_topk_prob
         how = dict(follows=follows, least_share=settings.least_share)
-        return EvidenceRouter(vectors, *choices, earlier=earlier, **how)
+        kind = DensityRouter if settings.densities else EvidenceRouter
+        return kind(vectors, *choices, earlier=earlier, **how)
     biases = None if settings.sent_form == "mean" else torch.zeros(experts)
     choices = settings.top_k, settings.lam, settings.learn_lam, settings.norm_topk_prob
     looks = settings.least_share, settings.form == "activation"

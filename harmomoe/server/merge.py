@@ -44,6 +44,12 @@ def check_bundles(
                 f"but the router's form is {settings.form!r}: choose a form that all clients sent, "
                 "or ask them for it by `routing.forms`."
             )
+        if settings.densities and "density" not in bundle.routing:
+            raise ValueError(
+                f"{bundle.client} sent no density of its domain, by which this router would tell "
+                "members apart: leave router.densities out, or ask all clients for the form "
+                "'density' by `routing.forms`."
+            )
 
 # %% ../../nbs/server/01_merge.ipynb #0a03651a
 def _start(
@@ -123,6 +129,9 @@ def merge(
     model = UnifiedModel(seed, names, ranks, scales, settings, attention, in_memory)
     vectors, biases = _start(bundles, public, settings)
     model.start_routers(vectors, biases, public.units if settings.form == "evidence" else None)
+    if settings.densities:
+        densities = {bundle.client: bundle.routing["density"].vectors for bundle in bundles}
+        model.start_densities(densities, public.components)
     if working_set is not None:
         return model.store(_from_bundles(bundles, public, settings), working_set)
     for path, layer in zip(seed.layers, model.layers):

@@ -441,6 +441,14 @@ DESCRIPTIONS = {
         routing(width=1278, form="evidence", beside=True),
         r"form 'evidence': .*4 \(d \+ m\)\] and \[layers\], but are \(2, 1278\)",
     ),
+    "fewer components": (
+        routing(width=128, form="density", beside=True),
+        r"density.vectors \[2, 8384\], but they are \(2, 128\)",
+    ),
+    "no density": (
+        routing(width=8384, form="density", beside=True, value=-1),
+        "form .density.: a density.s W must have a positive diagonal",
+    ),
     "whole numbers": (routing(dtype=torch.int64), "must hold finite numbers"),
     "vectors that drown all others": (
         routing(value=1e30),

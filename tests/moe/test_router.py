@@ -1,5 +1,5 @@
-"""The router: biases, padding, what the spread adds, a lambda that may step over its bounds, and
-evidence that adds up over the layers."""
+"""The router: biases, padding, what the spread adds, a lambda that may step over its bounds,
+evidence that adds up over the layers, and densities that tell members apart."""
 
 import copy
 import io
@@ -9,8 +9,8 @@ import torch
 from networks import close, normal
 from torch import nn
 
-from harmomoe.moe.context import FORMS, Context
-from harmomoe.moe.router import EvidenceRouter, Router, RouterSettings
+from harmomoe.moe.context import COMPONENTS, FORMS, Context
+from harmomoe.moe.router import DensityRouter, EvidenceRouter, Router, RouterSettings
 
 # ---- logits
 
@@ -314,3 +314,78 @@ def test_a_prefix_has_no_spread():
         run(routers, seen, reach="prefix")
     with pytest.raises(ValueError, match="form is 'evidence', which needs the whole sequence"):
         RouterSettings(form="evidence", context="prefix")
+
+
+# ---- densities
+
+
+def with_densities(layers=3, looking=3):
+    "The same routers with a density of every expert but the first, the seed's own."
+    routers, plain = [], chain(layers)
+    for place, one in enumerate(plain):
+        earlier = routers[-1] if routers else None
+        how = dict(biases=one.biases.data, earlier=earlier, follows=place >= looking)
+        router = DensityRouter(one.vectors.data, 2, **how).double()
+        router.center.copy_(one.center), router.scale.copy_(one.scale)
+        nn.init.normal_(router.axes)
+        nn.init.normal_(router.middle)
+        router.whiten[1:] = torch.eye(COMPONENTS) / 3
+        routers.append(router)
+    return nn.ModuleList(routers), plain
+
+
+def test_the_pool_keeps_what_it_has_and_the_most_likely_member_gets_the_most():
+    (routers, plain), seen = with_densities(), tokens_of()
+    logits = lambda some: [r.logits(z, Context(), h)[:, 0] for r, (z, h) in zip(some, seen)]
+    for router, found, ratios in zip(routers, logits(routers), logits(plain)):
+        assert torch.equal(found[:, 0], ratios[:, 0])
+        shares = (found[:, 1:] - ratios[:, 1:].amax(1, keepdim=True)).exp()
+        assert torch.allclose(shares.sum(1), torch.ones(4).double())
+        densities = router.densities[:, 0, 1:]
+        assert torch.allclose(shares, densities.softmax(1)) and len(densities.unique()) > 4
+
+
+def test_who_follows_says_what_the_last_look_said():
+    (routers, _), seen = with_densities(3, looking=2), tokens_of()
+    found = run(routers, seen)
+    assert torch.equal(found[1], found[2]) and not torch.equal(found[0], found[1])
+
+
+def test_members_that_are_off_have_no_part_in_what_the_others_share():
+    (routers, plain), seen = with_densities(), tokens_of()
+    # for each sample: all, the seed and the second, the seed alone, the third alone
+    rows = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 1]]).bool()
+    everybody, found = run(routers, seen), run(routers, seen, active=rows)
+    ratios = run(plain, seen, active=rows)
+    for whole, some, ratio in zip(everybody, found, ratios):
+        assert torch.allclose(some[0], whole[0])
+        assert torch.allclose(some[1], ratio[1])  # of one member there is nothing to tell apart
+        assert (some[2, :, 0] == 1).all() and (some[3, :, 2] == 1).all()
+    for router in routers:
+        router.active = torch.tensor([True, True, False])
+    alike = run(routers, seen)
+    assert all(torch.allclose(one[1], some[1]) for one, some in zip(alike, found))
+
+
+def test_evidence_learns_and_densities_do_not():
+    (routers, _), seen = with_densities(1), tokens_of(1)
+    rows = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 1]]).bool()
+    z = seen[0][0].clone().requires_grad_()
+    routers[0].probabilities(z, Context(active=rows), seen[0][1])[..., 0].sum().backward()
+    assert routers[0].vectors.grad.any() and z.grad.isfinite().all()
+    assert not any(buffer.requires_grad for buffer in routers.buffers())
+
+
+def test_padding_changes_no_density():
+    (routers, _), seen = with_densities(), tokens_of()
+    mask = torch.tensor([[True] * 4 + [False] * 2] * 4)
+    short = [(z[:, :4], h[:, :4]) for z, h in seen]
+    for found, wanted in zip(run(routers, seen, mask), run(routers, short)):
+        assert torch.allclose(found[:, :4], wanted)
+
+
+def test_routers_with_densities_are_copied_without_the_last_pass():
+    (routers, _), seen = with_densities(), tokens_of()
+    wanted, again = run(routers, seen), copy.deepcopy(routers)
+    assert all(router.densities is None and router.total is None for router in again)
+    assert all(torch.equal(*pair) for pair in zip(wanted, run(again, seen)))
