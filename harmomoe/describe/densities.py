@@ -42,7 +42,7 @@ def public_components(
 
 # %% ../../nbs/describe/05_densities.ipynb #de510009
 EACH = 8  # samples for each component: with fewer, single samples show in what is sent
-NARROWEST = 1e-3  # variance along any axis, of the pool's
+NARROWEST = 1e-3  # variance along any axis, of the pool's: W has no diagonal above `SHARPEST`
 
 
 def _normal(u: np.ndarray) -> np.ndarray:  # float64 [n, k] -> [k (k + 3) / 2]

@@ -201,13 +201,18 @@ def start_densities(
     densities: dict[str, Tensor],
     components: tuple[Tensor, Tensor],  # center and axes, from `public_components`
 ) -> UnifiedModel:  # itself
-    "Routers that tell members apart by the clients' densities."
+    """Routers that tell members apart by the clients' densities. What these say of components that
+    the pool has not got counts for nothing."""
     for index, layer in enumerate(self.layers):
-        layer.router.axes.copy_(components[1][index])
+        axes = components[1][index]
+        layer.router.axes.copy_(axes)
+        there = axes.any(1).float()
+        others = torch.diag(1 - there)  # the same of everybody
         for name, density in densities.items():
             middle, whiten = unpacked(density[index])
-            layer.router.middle[self.experts.index(name)] = middle
-            layer.router.whiten[self.experts.index(name)] = whiten
+            place = self.experts.index(name)
+            layer.router.middle[place] = middle * there
+            layer.router.whiten[place] = there[:, None] * whiten * there + others
     return self
 
 # %% ../../nbs/models/06_unified.ipynb #66876371

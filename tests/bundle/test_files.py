@@ -447,7 +447,11 @@ DESCRIPTIONS = {
     ),
     "no density": (
         routing(width=8384, form="density", beside=True, value=-1),
-        "form .density.: a density.s W must have a positive diagonal",
+        "form .density.: the diagonal of a density.s W must be above 0 and .* but is -1 to -1",
+    ),
+    "density of a single point": (
+        routing(width=8384, form="density", beside=True, value=33),
+        "form .density.: the diagonal of a density.s W must be .* at most 32, but is 33 to 33",
     ),
     "whole numbers": (routing(dtype=torch.int64), "must hold finite numbers"),
     "vectors that drown all others": (

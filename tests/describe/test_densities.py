@@ -1,5 +1,7 @@
 "Densities of domains: along which components, how far from chance, and in what clients send."
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -157,6 +159,21 @@ def test_a_saved_model_says_the_same(tiny, model, tmp_path):
     again = load_model(model.save(tmp_path / "model"))
     pair = [first_router_says(one, tiny.seed, tiny.b.test) for one in (model, again)]
     assert torch.equal(*pair)
+
+
+def test_nobody_gains_by_components_that_the_pool_has_not_got(tiny, tiny_density):
+    "Forty public samples have 39 components: along the others every sample is at 0."
+    settings = RouterSettings(top_k=2, form="evidence", densities=True)
+    sharp, bundle = tiny_density[0].routing["density"].vectors.clone(), tiny_density[0]
+    rows, columns = torch.tril_indices(COMPONENTS, COMPONENTS)
+    sharp[:, COMPONENTS:][:, (rows == columns) & (rows >= 39)] = 32.0
+    changed_routing = bundle.routing | {
+        "density": RoutingVectors(sharp, torch.zeros(2), "density"),
+    }
+    greedy = [replace(bundle, routing=changed_routing), *tiny_density[1:]]
+    pair = [merge(bundles, tiny.public, settings) for bundles in (tiny_density, greedy)]
+    honest, other = (first_router_says(model, tiny.seed, tiny.b.test) for model in pair)
+    assert torch.equal(honest, other)
 
 
 def test_densities_stay_as_they_were_sent(model):
