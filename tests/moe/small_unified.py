@@ -59,6 +59,10 @@ def randomise(layers):
             if hasattr(router, "center"):
                 router.center.normal_(std=0.3)
                 router.scale.uniform_(0.5, 2)
+            if hasattr(router, "axes"):  # all experts but the seed's have densities
+                router.axes.normal_(std=0.3)
+                router.middle[1:].normal_(std=0.3)
+                router.whiten[1:] = torch.eye(len(router.axes)) / 3
 
 
 def build(family="llama", tied=False, size=None, attention=(), **router):

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from moe.small_unified import (
     EXPERTS,
@@ -523,9 +524,29 @@ def test_saved_and_loaded_evidence_adds_up_as_before(context, tmp_path):
     assert torch.equal(logits_of(apart, prompt_mask=LEFT), expected)
 
 
-@pytest.mark.parametrize("lost", ["router.center", "router.scale"])
+@pytest.mark.parametrize("context", ["prompt", "sequence"])
+def test_densities_tell_members_of_a_language_model_apart(context, tmp_path):
+    "Saved and loaded, with a cache and without."
+    model = build(context=context, form="evidence", densities=True, top_k=3)
+    expected = logits_of(model, prompt_mask=LEFT)
+    assert not close(expected, logits_of(build(context=context, form="evidence", top_k=3)))
+    model.save_pretrained(tmp_path / "model")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(logits_of(again, prompt_mask=LEFT), expected)
+    members = model.members([["law"], ["seed", "medicine"]])
+    told = [logits_of(one, prompt_mask=LEFT, members=members) for one in (model, again)]
+    assert torch.equal(*told) and not close(told[0], expected)
+    if context == "prompt":
+        written = model.generate(TEXTS, attention_mask=LEFT, max_new_tokens=4, use_cache=True)
+        asked = F.pad(LEFT, (0, 4))
+        whole = model(written, attention_mask=F.pad(LEFT, (0, 4), value=1), prompt_mask=asked)
+        assert torch.equal(whole.logits[:, 8:-1].argmax(-1), written[:, 9:])
+
+
+@pytest.mark.parametrize("lost", ["router.center", "router.scale", "router.whiten"])
 def test_a_folder_without_the_pools_units_is_refused(lost, tmp_path):
-    build(context="sequence", form="evidence").save_pretrained(tmp_path)
+    how = dict(context="sequence", form="evidence", densities=True)
+    build(**how).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights[f"backbone.model.layers.1.mlp.{lost}"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
