@@ -126,7 +126,7 @@ def client_seconds(
     client: Client,
 ) -> dict[str, float | None]:  # stage -> seconds; None if it was not done in one go, here
     "Does all that a client does, and says what it took."
-    public, taken, config = client.public, {}, asdict(client.public.config)
+    public, taken, config = client.public, {}, client.public.config.told
     clock = clock_of(public.seed.device)
     inputs = dict(kind=type(client).__name__, pool=public.fingerprint, seed=public.seed.identity)
     inputs |= dict(private=fingerprint(client.domain.train))
@@ -298,7 +298,7 @@ def _inputs(trial: Trial, split: str) -> dict:
     splits = dict.fromkeys(("train", split))
     prints = {c.name: [fingerprint(getattr(c, s)) for s in splits] for c in benchmark.clients}
     pool = [fingerprint(getattr(benchmark.pool, s)) for s in splits]
-    config = dict(asked=asdict(trial.config), served=asdict(row.config))
+    config = dict(asked=trial.config.told, served=row.config.told)
     seed = trial.source.seed().identity
     return dict(system=trial.system, split=split, clients=prints, pool=pool, seed=seed, **config)
 
