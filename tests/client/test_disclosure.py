@@ -7,7 +7,7 @@ from harmomoe.base.artefacts import MANIFEST
 from harmomoe.bundle.files import FILES
 from harmomoe.client.disclosure import NUMBERS, disclose
 from harmomoe.config.settings import changed
-from harmomoe.moe.context import FORMS
+from harmomoe.moe.context import SENT
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_each_form_of_routing_vectors_is_said_to_be_private(report, tiny):
     assert first == "2 x 65 numbers (mean: the domain's means)"
     assert second.startswith("2 x 129 numbers (moments: a classifier of private against public")
     assert second.endswith(", computed from 30 private samples")
-    assert NUMBERS.keys() == FORMS.keys()
+    assert (*NUMBERS,) == SENT
 
 
 def test_evidence_is_said_to_be_private_too(tiny):
@@ -45,6 +45,13 @@ def test_evidence_is_said_to_be_private_too(tiny):
     first, _, last = told["routing_vectors.safetensors"].partition(" private samples")
     assert first.startswith("2 x 1281 numbers (evidence: a classifier of private against public")
     assert first.endswith("squares), computed from 30") and not last
+
+
+def test_a_density_is_said_to_be_private_too(tiny, tiny_density):
+    told = disclose(tiny_density[0].folder, tiny.public).files()["made from private data"]
+    said = told["routing_vectors.safetensors"]
+    assert "numbers (density: mean and covariance of private samples, by" in said
+    assert said.endswith(", computed from 30 private samples")
 
 
 def test_evidence_that_was_trained_on_as_a_gate_is_said_to_be(tiny):
