@@ -30,6 +30,7 @@ from ..models.training import check_finite
 from harmomoe.moe.context import (
     FORMS,
     SENT,
+    WHOLE,
     token_mean,
     token_moments,
     token_spread,
@@ -343,8 +344,8 @@ def form_means(
     """The means of samples that routing vectors of a form are computed from: those of whole
     contexts or, for a density ratio of what is being written, of beginnings."""
     _check_form(form)
-    spread = form in ("moments", "evidence", "density")
-    wanted = dict(spread=spread, hidden=form == "density" or FORMS[form][1] > 0)
+    hidden = form == "density" or FORMS[form][1] > 0
+    wanted = dict(spread=form in WHOLE, hidden=hidden)
     if reach == "prefix" and form != "mean":
         wanted |= dict(number=number, horizon=horizon)
     return layer_means(seed, backbone, data, reach=reach, **wanted)
