@@ -9,8 +9,8 @@ from sklearn.covariance import ledoit_wolf
 
 from harmomoe.client.client import Client
 from harmomoe.config.settings import Config, RoutingSettings, changed
-from harmomoe.describe.densities import EACH, NARROWEST, density_routing, public_components
-from harmomoe.describe.routing import RoutingVectors, form_means, log_ratios
+from harmomoe.describe.densities import EACH, density_routing, public_components
+from harmomoe.describe.routing import NARROWEST, SHARPEST, RoutingVectors, form_means, log_ratios
 from harmomoe.models.model import load_model
 from harmomoe.moe.context import COMPONENTS
 from harmomoe.moe.density import in_components, unpacked
@@ -166,7 +166,7 @@ def test_nobody_gains_by_components_that_the_pool_has_not_got(tiny, tiny_density
     settings = RouterSettings(top_k=2, form="evidence", densities=True)
     sharp, bundle = tiny_density[0].routing["density"].vectors.clone(), tiny_density[0]
     rows, columns = torch.tril_indices(COMPONENTS, COMPONENTS)
-    sharp[:, COMPONENTS:][:, (rows == columns) & (rows >= 39)] = 32.0
+    sharp[:, COMPONENTS:][:, (rows == columns) & (rows >= 39)] = SHARPEST
     changed_routing = bundle.routing | {
         "density": RoutingVectors(sharp, torch.zeros(2), "density"),
     }
