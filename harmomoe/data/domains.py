@@ -16,6 +16,7 @@ import re
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,6 +48,7 @@ from harmomoe.data.texts import (
     NAMED_TEXTS,
     TEXT_FILES,
     TEXT_SUFFIXES,
+    context_of,
     hub_texts,
     load_texts,
     other_files,
@@ -169,9 +171,17 @@ def stratified_split(
     # the group that gets what is left, and classes with fewer rows than there are groups
     rest: str,
     random_state: int = 0,  # which rows
+    # [n], names: rows of one name stay in one group, and count as one row of their rarest class
+    together: Sequence[str] | None = None,
 ) -> dict[str, np.ndarray]:  # group -> row numbers, int64, ascending; disjoint, together all n
     """Splits rows class by class at random; each group gets a row of every class that is large
     enough."""
+    if together is not None:
+        rare = np.argsort(np.bincount(labels)[labels], kind="stable")
+        _, first = np.unique(np.asarray(together)[rare], return_index=True)
+        split = stratified_split(labels[rare][first], shares, rest, random_state)
+        of = np.unique(together, return_inverse=True)[1]
+        return {name: np.flatnonzero(np.isin(of, names)) for name, names in split.items()}
     rng, groups = np.random.default_rng(random_state), {name: [] for name in (*shares, rest)}
     order = np.argsort(labels, kind="stable")
     for rows in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
@@ -183,6 +193,16 @@ def stratified_split(
     return {name: np.sort(np.concatenate(parts)) for name, parts in groups.items()}
 
 # %% ../../nbs/data/03_domains.ipynb #57a0ccc4
+def _together(dataset: Dataset) -> list[str] | None:
+    "A name for each row, where rows that share a person or a context have the same; else None."
+    if GROUP in dataset.column_names:
+        return [str(whose) for whose in dataset.with_format(None)[GROUP]]
+    if not dataset.features.get("choices") or dataset.features["label"].names == ["text"]:
+        return None
+    contexts = map(context_of, dataset.with_format(None)["prompt"])
+    return [context or f"\n{row}" for row, context in enumerate(contexts)]
+
+
 def three_splits(
     parts: dict[str, Dataset],  # some of train, validation, test
     where: str,  # what the parts were read from, for the error
@@ -207,7 +227,8 @@ def three_splits(
     else:
         source, shares, rest = "train", {"validation": 0.1}, "train"
     kept = {"train": parts["train"], "test": parts[other or "train"]}
-    groups = stratified_split(labels_of(parts[source]), shares, rest, random_state)
+    given = labels_of(parts[source]), shares, rest, random_state, _together(parts[source])
+    groups = stratified_split(*given)
     return kept | {split: parts[source].select(rows) for split, rows in groups.items()}
 
 # %% ../../nbs/data/03_domains.ipynb #bfc3f0de

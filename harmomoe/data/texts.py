@@ -6,9 +6,9 @@ Docs: https://harmomoe.github.io/harmomoe/data/texts.html.md"""
 
 # %% auto #0
 __all__ = ['LETTERS', 'ROLES', 'OPENING', 'LAYOUTS', 'LONGEST_TEXT', 'TEXT_SUFFIXES', 'TEXT_FILES', 'OTHER_SUFFIXES',
-           'HOW_TO_CONVERT', 'NAMED_TEXTS', 'choice_prompt', 'instruction_prompt', 'conversation_prompt', 'beginning',
-           'opened', 'Layout', 'text_dataset', 'text_parts', 'text_files', 'other_files', 'read_rows', 'hub_texts',
-           'load_texts']
+           'HOW_TO_CONVERT', 'NAMED_TEXTS', 'choice_prompt', 'context_of', 'instruction_prompt', 'conversation_prompt',
+           'beginning', 'opened', 'Layout', 'text_dataset', 'text_parts', 'text_files', 'other_files', 'read_rows',
+           'hub_texts', 'load_texts']
 
 # %% ../../nbs/data/01_texts.ipynb #76538287
 import json
@@ -65,6 +65,13 @@ def choice_prompt(
     return "\n".join(
         [*filter(None, [_text(context)]), f"Question: {_line(question)}", *lines, "Answer:"]
     )
+
+
+def context_of(
+    prompt: str,  # from `choice_prompt`
+) -> str:  # empty if there is none
+    "What the question of a prompt is about."
+    return prompt.rpartition("\nQuestion: ")[0]
 
 # %% ../../nbs/data/01_texts.ipynb #dbe06abb
 def instruction_prompt(

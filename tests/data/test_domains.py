@@ -150,6 +150,25 @@ def test_small_classes_stay_whole():
 
 
 @pytest.mark.parametrize("random_state", range(3))
+def test_rows_of_one_name_stay_together(random_state):
+    rng, shares = np.random.default_rng(random_state), {"validation": 0.1, "test": 0.2}
+    names = [f"patient {n}" for n in rng.integers(0, 200, 1000)]
+    labels = np.where(rng.random(1000) < 0.1, 1, 0)  # a rare class beside a common one
+    labels[:30] = 2
+    groups = stratified_split(labels, shares, "train", random_state, names)
+    assert np.array_equal(np.sort(np.concatenate(list(groups.values()))), np.arange(1000))
+    whose = {part: {names[row] for row in rows} for part, rows in groups.items()}
+    assert sum(map(len, whose.values())) == len(set(names))  # nobody is in two parts
+    for part, share in shares.items():
+        assert abs(len(whose[part]) - share * len(set(names))) <= 3  # to within one of a class
+        assert set(labels[groups[part]]) == {0, 1, 2}
+    alone = stratified_split(labels, shares, "train", random_state, [*map(str, range(1000))])
+    counts = {part: np.bincount(labels[rows]).tolist() for part, rows in alone.items()}
+    plain = stratified_split(labels, shares, "train", random_state)
+    assert counts == {part: np.bincount(labels[rows]).tolist() for part, rows in plain.items()}
+
+
+@pytest.mark.parametrize("random_state", range(3))
 def test_sample_keeps_shares(random_state):
     sizes = np.random.default_rng(random_state).integers(1, 60, 20)
     rows = Dataset.from_dict(
@@ -338,6 +357,21 @@ def test_a_column_says_whose_a_sample_is(tmp_path, form, patients):
         assert fingerprint(part) != fingerprint(getattr(plain, split))
     parts = (domain.train, domain.validation, domain.test)
     assert sorted(one for part in parts for one in part["group"]) == sorted(map(str, patients))
+    assert sum(len(set(part["group"])) for part in parts) == len(set(patients))  # none in two
+
+
+def test_questions_about_one_passage_stay_together(tmp_path):
+    rows = [
+        dict(context=about, question=f"What of {n}?", choices=["this", "that"], answer="B")
+        for n, about in enumerate([f"Passage {n // 3}." for n in range(60)] + [""] * 40)
+    ]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    domain, seen = load_domain(tmp_path / "x"), []
+    for split in ("train", "validation", "test"):
+        prompts = getattr(domain, split)["prompt"]
+        seen.append({prompt.partition("\n")[0] for prompt in prompts if "Passage" in prompt})
+        assert seen[-1] and any("Passage" not in prompt for prompt in prompts)
+    assert sum(map(len, seen)) == 20  # no passage is in two
 
 
 @pytest.mark.parametrize(

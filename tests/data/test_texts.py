@@ -21,6 +21,7 @@ from harmomoe.data.texts import (
     LETTERS,
     NAMED_TEXTS,
     choice_prompt,
+    context_of,
     instruction_prompt,
     load_texts,
     read_rows,
@@ -113,6 +114,7 @@ def test_prompt_of_a_question():
     assert choice_prompt("Who?", ["she", "he"]) == "Question: Who?\n(A) she\n(B) he\nAnswer:"
     odd = choice_prompt(" Who \n is it? ", ["she\r\ntoo", " he "], " One.\nTwo. ")
     assert odd == "One.\nTwo.\nQuestion: Who is it?\n(A) she too\n(B) he\nAnswer:"
+    assert context_of(odd) == "One.\nTwo." and context_of(choice_prompt("Who?", ["a", "b"])) == ""
     assert choice_prompt("Who?", ["a  b", "c"], "  ") == "Question: Who?\n(A) a  b\n(B) c\nAnswer:"
 
 
