@@ -10,7 +10,7 @@ __all__ = ['SAMPLES', 'TYPES', 'Reading', 'Source']
 # %% ../../nbs/config/01_source.ipynb #7490ffe2
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import torch
 from fastcore.basics import patch
@@ -18,6 +18,7 @@ from fastcore.basics import patch
 from ..base.schema import STRICT
 from ..data.benchmarks import open_benchmark
 from ..data.domains import Benchmark
+from ..models.decoder import Scoring
 from ..models.seed import Seed
 from ..models.weights import open_seed
 from ..moe.router import Within, check_fields
@@ -36,8 +37,8 @@ class Reading:
     prompt: str | None = None  # class prompt with one pair of braces (images)
     embeds_in: TYPES = None  # "bfloat16" embeds the pool faster where the processor can
     workers: Annotated[int | None, Within(0, 1024)] = None  # processes that decode images
-    # answers by the "letter" or by the choice's "text" (texts)
-    scoring: Literal["letter", "text", None] = None
+    # answers by the "letter" or by the choice's "text"; "cloze": choices are not listed (texts)
+    scoring: Literal[(*get_args(Scoring), None)] = None
     loss_on: Literal["answer", "all", None] = None  # what training predicts (texts)
     max_length: Annotated[int | None, Within(2, 10**7)] = None  # tokens of a text
     dtype: TYPES = None  # of the weights (texts)

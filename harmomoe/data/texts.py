@@ -6,9 +6,9 @@ Docs: https://harmomoe.github.io/harmomoe/data/texts.html.md"""
 
 # %% auto #0
 __all__ = ['LETTERS', 'ROLES', 'OPENING', 'LAYOUTS', 'LONGEST_TEXT', 'TEXT_SUFFIXES', 'TEXT_FILES', 'OTHER_SUFFIXES',
-           'HOW_TO_CONVERT', 'NAMED_TEXTS', 'choice_prompt', 'context_of', 'instruction_prompt', 'conversation_prompt',
-           'beginning', 'opened', 'Layout', 'text_dataset', 'text_parts', 'text_files', 'other_files', 'read_rows',
-           'hub_texts', 'load_texts']
+           'HOW_TO_CONVERT', 'NAMED_TEXTS', 'choice_prompt', 'context_of', 'cloze_prompt', 'instruction_prompt',
+           'conversation_prompt', 'beginning', 'opened', 'Layout', 'text_dataset', 'text_parts', 'text_files',
+           'other_files', 'read_rows', 'hub_texts', 'load_texts']
 
 # %% ../../nbs/data/01_texts.ipynb #76538287
 import json
@@ -54,6 +54,11 @@ def _line(cell: object) -> str:
     return re.sub(r"\s*[\r\n]+\s*", " ", _text(cell))
 
 
+def _lettered(choices: list[str]) -> list[str]:
+    "A line for each choice."
+    return [f"({letter}) {_line(choice)}" for letter, choice in zip(LETTERS, choices)]
+
+
 def choice_prompt(
     question: str,  # not empty
     choices: list[str],  # 2 to 26, none empty
@@ -61,17 +66,24 @@ def choice_prompt(
 ) -> str:  # ends in `Answer:`
     """The prompt of a question: context, question and lettered choices (HarmoMoE appendix D,
     examples 1 to 3)."""
-    lines = [f"({letter}) {_line(choice)}" for letter, choice in zip(LETTERS, choices)]
-    return "\n".join(
-        [*filter(None, [_text(context)]), f"Question: {_line(question)}", *lines, "Answer:"]
-    )
+    about = [*filter(None, [_text(context)]), f"Question: {_line(question)}"]
+    return "\n".join([*about, *_lettered(choices), "Answer:"])
 
-
+# %% ../../nbs/data/01_texts.ipynb #ad316e95
 def context_of(
     prompt: str,  # from `choice_prompt`
 ) -> str:  # empty if there is none
     "What the question of a prompt is about."
     return prompt.rpartition("\nQuestion: ")[0]
+
+
+def cloze_prompt(
+    prompt: str,  # from `choice_prompt`; any other stays as it is
+    choices: list[str],  # the same
+) -> str:
+    "The prompt without its choices: a gap to fill, rather than a list to choose from."
+    head, said, rest = prompt.rpartition("\n".join(["", *_lettered(choices), "Answer:"]))
+    return f"{head}\nAnswer:" if said and not rest else prompt
 
 # %% ../../nbs/data/01_texts.ipynb #dbe06abb
 def instruction_prompt(

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from ..base.artefacts import atomic_directory
 from ..data.domains import Domain
-from ..data.texts import LETTERS
+from ..data.texts import LETTERS, cloze_prompt
 
 # %% ../../nbs/exchange/03_harness.ipynb #13d679e2
-METRICS = {"letter": "acc", "text": "acc_norm"}  # the harness's, of each kind of scoring
+# the harness's, of each kind of scoring
+METRICS = {"letter": "acc", "text": "acc_norm", "cloze": "acc_norm"}
 
 
 def _documents(domain: Domain, split: str) -> list[dict]:
@@ -28,6 +29,7 @@ def _documents(domain: Domain, split: str) -> list[dict]:
     return [
         dict(
             prompt=row["prompt"],
+            cloze=cloze_prompt(row["prompt"], row["choices"]),
             label=row["label"],
             text=row["choices"],
             letter=list(LETTERS[: len(row["choices"])]),
@@ -35,7 +37,7 @@ def _documents(domain: Domain, split: str) -> list[dict]:
         for row in rows
     ]
 
-
+# %% ../../nbs/exchange/03_harness.ipynb #13d679e3
 def _task(
     domain: Domain,
     kind: str,  # of scoring
@@ -48,8 +50,8 @@ def _task(
         test_split="test",
         dataset_kwargs=dict(data_files=dict(test=str(file.absolute()))),
         output_type="multiple_choice",
-        doc_to_text="prompt",
-        doc_to_choice=kind,
+        doc_to_text="cloze" if kind == "cloze" else "prompt",
+        doc_to_choice="letter" if kind == "letter" else "text",
         doc_to_target="label",
         target_delimiter=" ",
         metric_list=[dict(metric=METRICS[kind], aggregation="mean", higher_is_better=True)],
@@ -60,7 +62,7 @@ def write_tasks(
     domains: list[Domain],  # questions with choices
     folder: str | Path,  # the folder to write; it is replaced as a whole
     split: str = "test",  # the split that is asked
-    # names of the tasks, `harmomoe_NAME_letter` and `harmomoe_NAME_text` for each domain
+    # names of the tasks, `harmomoe_NAME_letter`, `_text` and `_cloze` for each domain
 ) -> list[str]:
     """Write tasks for `lm_eval --include_path FOLDER`. Raises `ValueError` for a domain without
     questions."""

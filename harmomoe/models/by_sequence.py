@@ -333,7 +333,7 @@ def scorer(
 ) -> Callable[[dict], Tensor]:  # batch -> scores [B, C]
     "How the model is scored."
     task = self.seed.task(classes)
-    apart = len(classes) > 1 and getattr(self.seed, "scoring", None) == "text"
+    apart = len(classes) > 1 and getattr(self.seed, "scoring", "letter") != "letter"
 
     def score(batch):
         weights = self.decide(batch, task)

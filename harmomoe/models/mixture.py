@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from ..base.process import seeded
-from .decoder import DecoderSeed
+from .decoder import DecoderSeed, Scoring
 from .model import Model, NoFacts
 from .weights import open_decoder
 
@@ -69,7 +69,7 @@ class MixtureSeed(DecoderSeed):
         model: PreTrainedModel,  # a causal language model; it is frozen
         tokenizer: PreTrainedTokenizerBase,  # its tokenizer, a fast one
         name: str,  # what to call it in tables
-        scoring: str = "text",  # this and the next two as in `DecoderSeed`
+        scoring: Scoring = "text",  # this and the next two as in `DecoderSeed`
         loss_on: str = "all",
         max_length: int = 512,
         device: str = "cpu",  # torch device

@@ -284,7 +284,7 @@ def _by_members(model: UnifiedModel, score: Callable[[dict], Tensor], batch: dic
 def scorer(self: UnifiedModel, classes: list[str]) -> Callable[[dict], Tensor]:
     "How the model is scored, whoever takes part. A batch raises as a pass within `only` does."
     score = Model.scorer(self, classes)
-    in_order = getattr(self.seed, "scoring", None) != "text"
+    in_order = getattr(self.seed, "scoring", "letter") == "letter"
     return score if in_order else partial(_by_members, self, score)
 
 # %% ../../nbs/models/06_unified.ipynb #48f8610e

@@ -352,7 +352,7 @@ WORDS = {
 }
 WORD_FIELDS = {
     "reading.dtype=float16": "reading.dtype is 'float16'.*'float32', 'bfloat16' or None",
-    "reading.scoring=guess": "reading.scoring is 'guess'.*'letter', 'text' or None",
+    "reading.scoring=guess": "reading.scoring is 'guess'.*'letter', 'text', 'cloze' or None",
     "reading.loss_on=prompt": "reading.loss_on is 'prompt'.*'answer', 'all' or None",
     "reading.max_length=0": "reading.max_length is 0, but must be a whole number from 2",
     "reading.train=0": "reading.train is 0, but must be a whole number from 1",

@@ -98,7 +98,7 @@ def test_samples_are_limited_by_what_a_reading_says():
         (dict(train="many"), "train is 'many', but must be a whole number from 1"),
         (dict(max_length=1), "max_length is 1, but must be a whole number from 2"),
         (dict(workers=-1), "workers is -1, but must be a whole number from 0 to 1,024 or None"),
-        (dict(scoring="guess"), "scoring is 'guess'.*'letter', 'text' or None"),
+        (dict(scoring="guess"), "scoring is 'guess'.*'letter', 'text', 'cloze' or None"),
         (dict(loss_on="prompt"), "loss_on is 'prompt'.*'answer', 'all' or None"),
         (dict(prompt="a flower"), "prompt is 'a flower', but must hold {} once, for the class"),
         (dict(trains=3), "unknown field 'trains'. Did you mean 'train'"),

@@ -21,6 +21,7 @@ from harmomoe.data.texts import (
     LETTERS,
     NAMED_TEXTS,
     choice_prompt,
+    cloze_prompt,
     context_of,
     instruction_prompt,
     load_texts,
@@ -115,6 +116,8 @@ def test_prompt_of_a_question():
     odd = choice_prompt(" Who \n is it? ", ["she\r\ntoo", " he "], " One.\nTwo. ")
     assert odd == "One.\nTwo.\nQuestion: Who is it?\n(A) she too\n(B) he\nAnswer:"
     assert context_of(odd) == "One.\nTwo." and context_of(choice_prompt("Who?", ["a", "b"])) == ""
+    assert cloze_prompt(odd, [" she\r\ntoo", "he"]) == "One.\nTwo.\nQuestion: Who is it?\nAnswer:"
+    assert cloze_prompt(odd, ["she", "he"]) == odd and cloze_prompt("Go on.", []) == "Go on."
     assert choice_prompt("Who?", ["a  b", "c"], "  ") == "Question: Who?\n(A) a  b\n(B) c\nAnswer:"
 
 

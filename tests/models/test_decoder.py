@@ -5,6 +5,7 @@ Every number is compared with what `transformers` gives for one text alone, with
 import json
 import math
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -31,9 +32,9 @@ from transformers import AutoModelForCausalLM
 
 from harmomoe.base.artefacts import digest_weights
 from harmomoe.base.process import seeded
-from harmomoe.data.texts import LETTERS, text_dataset
+from harmomoe.data.texts import LETTERS, cloze_prompt, text_dataset
 from harmomoe.models import decoder
-from harmomoe.models.decoder import FACTS, Choices, DecoderSeed, PlainText, log_likelihoods
+from harmomoe.models.decoder import FACTS, Choices, DecoderSeed, PlainText, Scoring, log_likelihoods
 from harmomoe.models.seed import Accuracy, BitsPerByte
 
 
@@ -106,11 +107,26 @@ def test_where_choices_are_scored_by_their_text_the_text_of_the_right_one_is_pre
         assert tokens.decode(ids).endswith(said)
 
 
-@pytest.mark.parametrize("scoring", ["letter", "text"])
+@every_tokenizer
+def test_a_cloze_is_asked_and_scored_without_a_list(kind):
+    "As the text of a choice after a prompt that was written without them."
+    plain = QUESTIONS.map(lambda row: dict(prompt=cloze_prompt(row["prompt"], row["choices"])))
+    for row, bare in zip(QUESTIONS, plain):
+        assert "(A)" in row["prompt"] and "(A)" not in bare["prompt"]
+        assert cloze_prompt(bare["prompt"], bare["choices"]) == bare["prompt"]
+    seed, other = seed_of(kind=kind, scoring="cloze"), seed_of(kind=kind, scoring="text")
+    ours, theirs = only(seed, QUESTIONS), only(other, plain)
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours if key != "choices")
+    assert torch.equal(scores(seed), scores(other, plain))
+    assert torch.equal(only(seed, REPLIES)["input_ids"], only(other, REPLIES)["input_ids"])
+
+
+@pytest.mark.parametrize("scoring", get_args(Scoring))
 def test_withheld_answer_is_none(scoring):
     hidden = text_dataset([dict(question="Who?", choices=["I", "you"], answer="")], "hidden")
-    batch = only(seed_of(scoring=scoring), hidden)
-    assert tokenizer("byte").decode(batch["input_ids"][0]) == f"{hidden[0]['prompt']}</s>"
+    seed = seed_of(scoring=scoring)
+    said = tokenizer("byte").decode(only(seed, hidden)["input_ids"][0])
+    assert said == f"{seed.prompt_of(hidden[0]['prompt'], hidden[0]['choices'])}</s>"
 
 
 def test_texts_are_padded_on_the_left_and_padding_is_masked():
@@ -258,14 +274,14 @@ def test_letters_that_no_single_token_tells_apart_are_refused():
     assert scores(seed_of(scoring="text"), of_two, ["A", "A bee"]).isfinite().all()
 
 
-@pytest.mark.parametrize("scoring", ["letter", "text"])
+@pytest.mark.parametrize("scoring", get_args(Scoring))
 def test_more_choices_than_classes_are_refused(scoring):
     said = "a question has 3 choices, but the label space has 2 classes"
     with pytest.raises(ValueError, match=said):
         scores(seed_of(scoring=scoring), QUESTIONS, ["A", "B"])
 
 
-@pytest.mark.parametrize("scoring", ["letter", "text"])
+@pytest.mark.parametrize("scoring", get_args(Scoring))
 def test_only_questions_can_be_scored(scoring):
     with pytest.raises(ValueError, match="only questions with two or more choices can be scored"):
         scores(seed_of(scoring=scoring), REPLIES, ["A", "B"])
@@ -575,7 +591,7 @@ def test_identity_and_answers_are_those_of_the_cpu_on_a_gpu():
 @pytest.mark.parametrize(
     "settings, said",
     [
-        (dict(scoring="guess"), "scoring 'guess' is neither 'letter' nor 'text'"),
+        (dict(scoring="guess"), "scoring 'guess' is none of letter, text, cloze"),
         (dict(loss_on="prompt"), "loss_on 'prompt' is neither 'answer' nor 'all'"),
         (dict(max_length=0), "max_length is 0, but must be at least 2"),
         (dict(max_length=-5), "max_length is -5"),

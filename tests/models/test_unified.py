@@ -2,6 +2,7 @@
 
 import copy
 import json
+from typing import get_args
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from harmomoe.client.expert import load_expert
 from harmomoe.config.settings import changed
 from harmomoe.data.texts import text_dataset
 from harmomoe.describe.routing import RoutingVectors, form_means, log_ratios, public_units
-from harmomoe.models.decoder import DecoderSeed, untrained_decoder
+from harmomoe.models.decoder import DecoderSeed, Scoring, untrained_decoder
 from harmomoe.models.evaluate import measure
 from harmomoe.models.model import Model, load_model, read_model
 from harmomoe.models.observe import observe_routing
@@ -287,7 +288,7 @@ QUESTIONS = [
 ]
 
 
-@pytest.mark.parametrize("scoring", ["letter", "text"])
+@pytest.mark.parametrize("scoring", get_args(Scoring))
 @pytest.mark.parametrize("context", ["prefix", "prompt", "sequence"])
 def test_questions_have_members_of_their_own_in_whatever_order_they_are_read(scoring, context):
     data = text_dataset(QUESTIONS, "questions")

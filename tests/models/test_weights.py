@@ -636,7 +636,7 @@ def test_saved_facts_are_those_of_the_seed_and_none_may_be_missing(damaged, tiny
 
 
 def test_wrong_settings_are_refused_when_a_model_is_opened(tiny_decoder):
-    with pytest.raises(ValueError, match="scoring 'guess' is neither 'letter' nor 'text'"):
+    with pytest.raises(ValueError, match="scoring 'guess' is none of letter, text, cloze"):
         open_seed(str(tiny_decoder), scoring="guess")
     with pytest.raises(ValueError, match="max_length is 0, but must be at least 2"):
         open_seed(str(tiny_decoder), max_length=0)
