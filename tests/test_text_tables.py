@@ -8,6 +8,7 @@ import pytest
 
 from harmomoe.base.artefacts import stages_run
 from harmomoe.baselines.methods import METHODS
+from harmomoe.bench.intervals import over_samples
 
 TABLES = Path(__file__).resolve().parent.parent / "nbs" / "experiments" / "text_tables.ipynb"
 ABLATIONS = {"selection", "context", "proxies-in-training", "final-fine-tuning", "router"}
@@ -54,6 +55,8 @@ def test_every_table_and_figure_is_there(ran, parameters):
     assert list(methods) == ["rust", "spanish", *overall, "against harmomoe", "paper"]
     assert methods[["rust", "spanish", *overall]].map(lambda text: "±" in text).all(axis=None)
     assert {*methods.index} == METHODS.keys() - MORE | {"harmomoe", PAPERS}
+    shown = over_samples(ran["results"]["methods"])  # of two random states
+    assert shown.loc["harmomoe", overall].tolist() == methods.loc["harmomoe", overall].tolist()
     tokens = pd.read_csv(out / "next-tokens.csv", index_col="method")
     assert [*tokens.index] == ran["order"] and list(tokens) == list(methods)[:-1]
     assert methods.loc["harmomoe", "paper"] == 74.42 and pd.isna(methods.loc["arrow", "paper"])

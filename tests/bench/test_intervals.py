@@ -5,8 +5,8 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from harmomoe.bench.intervals import half_width, percentages, with_intervals
-from harmomoe.models.evaluate import BITS, Measured
+from harmomoe.bench.intervals import half_width, over_samples, percentages, with_intervals
+from harmomoe.models.evaluate import BITS, Measured, details, read_measured
 from harmomoe.models.seed import Accuracy, BitsPerByte
 
 
@@ -86,3 +86,26 @@ def test_of_two_that_vary_alike_the_difference_is_known_better_than_either():
     shown = with_intervals(percentages(rows), "low")
     assert shown.loc["high", "against low"] == "+5.0 ± 0.0"
     assert float(shown.loc["high", "average"].split("± ")[1]) > 100
+
+
+def test_intervals_over_test_samples_are_those_of_each_state():
+    shown = over_samples(RESULTS, 2)
+    assert shown.index.tolist() == ["second", "first"]
+    assert shown.columns.tolist() == ["x", "y", "average"]
+    for method, rows in RESULTS.items():
+        each = [details(read_measured(row)) for row in rows]
+        for column in shown:
+            mean = np.mean([one[column]["percent"] for one in each])
+            half = np.mean([np.ptp(one[column]["interval"]) / 2 for one in each])
+            assert shown.loc[method, column] == f"{mean:.2f} ± {half:.2f}"
+
+
+def test_bits_without_sums_over_texts_have_no_interval():
+    known = BitsPerByte(693.1, 1000, 2, 240200.0, 346550.0, 500000.0)
+    found = over_samples(
+        {
+            "known": [Measured(dict(x=known)).counts],
+            "not": [Measured(dict(x=BitsPerByte(693.1, 1000))).counts],
+        }
+    )
+    assert found.loc["not", "x"] == "1.000" and found.loc["known", "x"].startswith("1.000 ± 0.0")
