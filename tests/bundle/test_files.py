@@ -451,7 +451,7 @@ DESCRIPTIONS = {
     ),
     "density of a single point": (
         routing(width=8384, form="density", beside=True, value=33),
-        "form .density.: the diagonal of a density.s W must be .* at most 32, but is 33 to 33",
+        "form .density.: the diagonal of a density.s W must be .* at most 31.9, but is 33 to 33",
     ),
     "whole numbers": (routing(dtype=torch.int64), "must hold finite numbers"),
     "vectors that drown all others": (
