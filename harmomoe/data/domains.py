@@ -123,7 +123,8 @@ def _check_samples(dataset: Dataset, where: str, needed: bool) -> bool:
     if not len(dataset) and (needed or not instructions):
         raise ValueError(
             f"{where}: no samples. A missing split is carved from classes of 3 samples or more; "
-            "add some, or give this split its own"
+            "samples of one person, or about one passage, count once. Add some, or give this split "
+            "its own"
         )
     return texts
 
@@ -413,9 +414,12 @@ def load_domain(
     check_on_error(on_error)
     parts = _source_parts(source, on_error, group)
     _check_learnt(parts, source)
+    splits = three_splits(parts, source, random_state, whole_train)
+    if GROUP in splits["train"].column_names:  # a class may be with persons of another split
+        _check_learnt(splits, source)
     last = Path(source).expanduser().name.partition(":")[0]
     stem = re.sub(rf"({'|'.join(map(re.escape, TEXT_SUFFIXES))})$", "", last, flags=re.IGNORECASE)
-    return Domain(name or alias or stem, **three_splits(parts, source, random_state, whole_train))
+    return Domain(name or alias or stem, **splits)
 
 # %% ../../nbs/data/03_domains.ipynb #90f6c97a
 def load_benchmark(

@@ -360,6 +360,24 @@ def test_a_column_says_whose_a_sample_is(tmp_path, form, patients):
     assert sum(len(set(part["group"])) for part in parts) == len(set(patients))  # none in two
 
 
+def test_too_few_persons_for_a_split_and_classes_that_only_others_have_are_refused(tmp_path):
+    parquet(tmp_path / "two_train.parquet", patient=["p0"] * 15 + ["p1"] * 15)
+    with pytest.raises(ValueError, match="no samples.*samples of one person.*count once"):
+        load_domain(tmp_path / "two", group="patient")
+    labels, names = [0] * 12 + [1] * 3 + [2] * 15, ["a_cat", "a_dog", "a_fox"]
+    whose = ["p0"] * 12 + ["p0", "p1", "p2"] + [f"p{row}" for row in range(3, 18)]
+    given = dict(label=labels, class_name=[names[n] for n in labels], patient=whose)
+    parquet(tmp_path / "cats_train.parquet", **given)  # all cats are p0's, who may be held out
+    held = []
+    for random_state in range(6):
+        try:
+            load_domain(tmp_path / "cats", group="patient", random_state=random_state)
+        except ValueError as error:
+            assert "has samples of 1 classes that train lacks, such as" in str(error)
+            held.append(random_state)
+    assert 0 < len(held) < 6
+
+
 def test_questions_about_one_passage_stay_together(tmp_path):
     rows = [
         dict(context=about, question=f"What of {n}?", choices=["this", "that"], answer="B")
