@@ -251,6 +251,7 @@ def open_experiment(
     data: str | None,  # as in `open_benchmark`; None is that of the seed, see `DEFAULTS`
     clients: str = "",  # as in `open_benchmark`
     pool: str = "",  # as in `open_benchmark`
+    group: str = "",  # as in `open_benchmark`
     weights: str | None = None,  # as in `open_seed`
     out: str | Path | None = None,  # folder of the results; None is made of the names
     random_state: Annotated[int, RANDOM_STATES] = 0,  # of everything random
@@ -261,8 +262,7 @@ def open_experiment(
     device: str = "cpu",  # torch device
     engine: str = "local",  # as in `read_engine`
     epsilon: Annotated[float | None, EPSILON] = None,  # as in `read_config`
-    # for a try: at most so many samples of each split, two epochs, fewer proxies; 0 is all
-    quick: Annotated[int, Within(0, 10**9)] = 0,
+    quick: Annotated[int, Within(0, 10**9)] = 0,  # for a try: samples of each split; 0 is all
     threads: Annotated[int | None, Within(1, MOST)] = None,  # of the CPU; None: torch's own
 ) -> Experiment:
     "Open seed, data and settings. Raises `ValueError`, or as `open_seed` and `open_benchmark`."
@@ -274,7 +274,7 @@ def open_experiment(
     asked = settings or "", random_state, quick, router, epsilon
     config, reading = read_config(preset or own_preset, *asked)
     place = data or own_data, clients, pool, quick or reading.limit
-    source = Source(backbone, weights, *place, device, reading)
+    source = Source(backbone, weights, *place, device, reading, group)
     made = Experiment(source, config, "", names, read_engine(engine))
     _check(made, texts, notebook)
     label = [notebook, source.seed().name, made.benchmark.name, str(config.random_state)]

@@ -94,6 +94,7 @@ class Source:
     limit: Annotated[int | tuple[int | None, int | None, int | None] | None, SAMPLES] = None
     device: str = "cpu"  # torch device
     reading: Reading = Reading()  # how seed and samples are read
+    group: str = ""  # as in `open_benchmark`
 
     def __post_init__(self):
         check_fields(self)
@@ -115,8 +116,8 @@ class Source:
         random_state: int,
     ) -> Benchmark:
         "Pool and clients."
-        limits = self.limit, self.reading.pool
-        return _open_benchmark(self.data, self.clients, self.pool, *limits, random_state)
+        place, limits = (self.data, self.clients, self.pool), (self.limit, self.reading.pool)
+        return _open_benchmark(*place, *limits, random_state, self.group)
 
 # %% ../../nbs/config/01_source.ipynb #1737d1aa
 @patch(as_prop=True)
@@ -129,8 +130,8 @@ _open_seed = lru_cache(Reading.open)
 
 
 @lru_cache
-def _open_benchmark(data, clients, pool, limit, public, random_state) -> Benchmark:
-    benchmark = open_benchmark(data, clients, pool, random_state)
+def _open_benchmark(data, clients, pool, limit, public, random_state, group) -> Benchmark:
+    benchmark = open_benchmark(data, clients, pool, random_state, group=group)
     if public:
         taken = benchmark.pool.take(public, random_state=random_state)
         benchmark = replace(benchmark, pool=taken)

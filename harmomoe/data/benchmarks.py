@@ -42,6 +42,8 @@ def open_benchmark(
     random_state: int = 0,  # of splits that have to be carved
     # "skip" leaves out, counts and lists rows of a folder that cannot be read
     on_error: str = "raise",
+    # a column of the rows of a folder's clients that says whose a sample is, such as "document"
+    group: str = "",
 ) -> Benchmark:  # pool and clients
     """Load pool and clients. Raises `ValueError` or `FileNotFoundError` naming what is missing
     and what is expected."""
@@ -50,7 +52,9 @@ def open_benchmark(
     if kind not in (*SHIPPED, "paper", "paper-texts"):
         if not clients and pool and Path(data).is_dir():
             clients = [name for name in list_domains(data) if name != split_alias(pool)[1]]
-        return load_benchmark(data, clients, pool, random_state, on_error)
+        return load_benchmark(data, clients, pool, random_state, on_error, group)
+    if group:
+        raise ValueError(f"data={data!r} has no columns of its own; leave out group={group!r}.")
     if on_error == "skip" and kind not in SHIPPED:
         raise ValueError(f"data={data!r} must be whole; on_error='skip' is for one's own folders")
     if pool:

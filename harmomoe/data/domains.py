@@ -429,6 +429,7 @@ def load_benchmark(
     pool: str | None = None,  # name of the public pool in that folder, maybe as `alias=name`
     random_state: int = 0,  # which rows missing splits are carved from
     on_error: str = "raise",  # as for `load_domain`
+    group: str = "",  # as for `load_domain`, of the clients' rows
 ) -> Benchmark:  # named after the folder; the pool's train split is whole
     """Loads a pool and its clients from one folder. ValueError or FileNotFoundError list the
     domains that the folder has."""
@@ -453,6 +454,7 @@ def load_benchmark(
             random_state,
             whole_train=number == 0,  # the pool
             on_error=on_error,
+            group=group if number else "",
         )
         for number, (alias, source) in enumerate(wanted)
     ]

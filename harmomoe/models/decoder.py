@@ -442,13 +442,12 @@ class PlainText(Task):
         tokens = (batch["labels"] != -100).sum(1).clamp(min=1).to(self.seed.device)
         return (-log_likelihoods(*self.continued(backbone, batch)) / tokens).mean()
 
-    def judge(self, scores: Tensor, batch: dict) -> BitsPerByte:
-        "How well the text was predicted."
-        nats, length = -scores[:, 0].double().cpu(), batch["bytes"].double()
-        sums = (part.sum().item() for part in (nats * nats, nats * length, length * length))
-        total = -scores[:, 0].sum().item(), batch["bytes"].sum().item()
-        tokens = int(scores[:, 1].sum()), int((batch["labels"] != -100).sum())
-        return BitsPerByte(*total, len(length), *sums, *tokens)
+    def judge(self, scores: Tensor, batch: dict) -> list[BitsPerByte]:
+        "How well each text was predicted."
+        nats, right = (-scores[:, 0].double()).tolist(), scores[:, 1].long().tolist()
+        tokens = (batch["labels"] != -100).sum(1).tolist()
+        parts = zip(nats, batch["bytes"].tolist(), right, tokens)
+        return [BitsPerByte(n, b, right=r, tokens=t).as_one for n, b, r, t in parts]
 
 # %% ../../nbs/models/02_decoder.ipynb #04abdabf
 @patch

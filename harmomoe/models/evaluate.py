@@ -13,10 +13,12 @@ __all__ = ['Measure', 'BITS', 'COLUMNS', 'NUMBER', 'RIGHT', 'HARD_SPACE', 'FIGUR
 # %% ../../nbs/models/08_evaluate.ipynb #0b35b7aa
 import json
 import math
+import operator
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +28,15 @@ from datasets import Dataset
 from torch import Tensor
 
 from ..data.domains import Benchmark
+from ..data.images import GROUP
 from ..data.samples import in_a_stream, targets_in, union_label_space
 from .model import Model, Scorer
 from .seed import Accuracy, BitsPerByte
 
 # %% ../../nbs/models/08_evaluate.ipynb #712e7ef4
+Measure = Accuracy | BitsPerByte
+
+
 @torch.no_grad()
 def measure_spaces(
     model: Model,  # any kind of model
@@ -39,7 +45,7 @@ def measure_spaces(
     batch_size: int | None = None,  # None is the seed's own choice
     # the label spaces of which a question may be answered by letters that it has no choice for
     any_letter: Collection[str] = (),
-) -> dict[str, Accuracy | BitsPerByte]:  # name -> as from `measure`
+) -> dict[str, Measure]:  # name -> as from `measure`
     "The same samples over several label spaces. Raises as `measure`."
     if not len(data):
         raise ValueError("accuracy needs at least one sample, but the data set is empty.")
@@ -47,19 +53,19 @@ def measure_spaces(
     tasks = {name: model.seed.task(classes) for name, classes in spaces.items()}
     targets = {name: torch.tensor(targets_in(classes, data)) for name, classes in spaces.items()}
     wider = any_letter if getattr(model.seed, "scoring", None) == "letter" else ()
-    found, start = {}, 0
+    found, start = {name: [] for name in spaces}, 0
     for batch in model.seed.batches(data, batch_size=batch_size):
         stop = start + len(batch["targets"])
         given = {name: batch | dict(targets=of[start:stop]) for name, of in targets.items()}
         for name in wider:
             given[name]["choices"] = [[*c, *spaces[name][len(c) :]] for c in batch["choices"]]
         for name, scores in _scores(scorers, given).items():
-            part = tasks[name].judge(scores, given[name])
-            found[name] = found[name] + part if name in found else part
+            found[name] += tasks[name].judge(scores, given[name])
         start = stop
-    return found
+    owners = data[GROUP] if GROUP in data.column_names else None
+    return {name: _together(parts, owners) for name, parts in found.items()}
 
-
+# %% ../../nbs/models/08_evaluate.ipynb #712e7ef5
 def _scores(scorers: dict[str, Callable], given: dict[str, dict]) -> dict[str, Tensor]:
     "The scores of one batch over each label space."
     if all(isinstance(scorer, Scorer) for scorer in scorers.values()):
@@ -68,21 +74,28 @@ def _scores(scorers: dict[str, Callable], given: dict[str, dict]) -> dict[str, T
         return {name: scorer.compare(seen) for name, scorer in scorers.items()}
     return {name: scorer(given[name]) for name, scorer in scorers.items()}
 
+
+def _together(parts: list[Measure], owners: Sequence[str] | None) -> Measure:
+    "The whole of samples. Texts of one owner count as one, since they are alike."
+    if owners is not None and isinstance(parts[0], BitsPerByte):
+        whole = dict.fromkeys(owners, BitsPerByte(0.0, 0))
+        for owner, part in zip(owners, parts):
+            whole[owner] += part
+        parts = [one.as_one for one in whole.values()]
+    return reduce(operator.add, parts)
+
 # %% ../../nbs/models/08_evaluate.ipynb #f8cce875
 def measure(
     model: Model,  # any kind of model
     data: Dataset,  # columns of `SEEN`, and `label`
     classes: list[str],  # the label space: the class names of the domain
     batch_size: int | None = None,  # None is the seed's own choice
-) -> Accuracy | BitsPerByte:  # bits per byte where there is nothing to choose
+) -> Measure:  # bits per byte where there is nothing to choose
     """How well a model does: top-1 accuracy over `classes`. Raises `ValueError` for an empty data
     set and for a class not in `classes`."""
     return measure_spaces(model, data, {"": classes}, batch_size)[""]
 
 # %% ../../nbs/models/08_evaluate.ipynb #89751f2a
-Measure = Accuracy | BitsPerByte
-
-
 @dataclass(frozen=True)
 class Measured:
     "How one system does."
@@ -129,13 +142,14 @@ def measure_all(
     models = {client.name: model.for_domain(client.name) for client in benchmark.clients}
     data = {client.name: getattr(client, split) for client in benchmark.clients}
     streams = {} if len(union) > 1 else in_a_stream(data)
+    alike = getattr(model.seed, "scoring", "letter") != "letter"  # choices come with the question
     for client in benchmark.clients:
         name, spaces = client.name, dict(own=client.classes)
-        spaces |= {} if streams else dict(joint=union)
+        spaces |= {} if streams or alike else dict(joint=union)
         found = measure_spaces(models[name], data[name], spaces, any_letter=spaces.keys() - {"own"})
         if streams:
             found["joint"] = measure(models[name], streams[name], client.classes)
-        own[name], joint[name] = found["own"], found["joint"]
+        own[name], joint[name] = found["own"], found.get("joint", found["own"])
     different = {id(one): one for one in models.values()}.values()
     held_out, classes = getattr(benchmark.pool, split), benchmark.pool.classes
     public = [measure(one, held_out, classes) for one in different] if len(held_out) else []

@@ -11,7 +11,7 @@ __all__ = ['Seed', 'first_names', 'by_first_name', 'Task', 'Accuracy', 'BitsPerB
 import copy
 import math
 import operator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import ClassVar, Sequence
 
 import torch
@@ -179,10 +179,10 @@ class Task:
         self,
         scores: Tensor,  # [B, C]
         batch: dict,  # that they belong to
-    ) -> "Accuracy":
-        "How right the answers are."
+    ) -> list["Accuracy"]:  # one a sample
+        "How right each answer is."
         right = scores.argmax(1).cpu() == batch["targets"]
-        return Accuracy(right.sum().item(), len(right))
+        return [Accuracy(int(one), 1) for one in right.tolist()]
 
 # %% ../../nbs/models/00_seed.ipynb #577d9474
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class BitsPerByte:
 
     nats: float  # negative log likelihood of all predicted tokens
     bytes: int  # UTF-8 bytes that these tokens stand for
-    texts: int = 0  # how many; this and the following sums over texts are for the interval
+    texts: int = 0  # independent ones; this and the following sums over them are for the interval
     nats_nats: float = 0.0  # of squared nats
     nats_bytes: float = 0.0  # of nats times bytes
     bytes_bytes: float = 0.0  # of squared bytes
@@ -261,6 +261,13 @@ class BitsPerByte:
         return Accuracy(self.right, self.tokens) if self.tokens else None
 
 # %% ../../nbs/models/00_seed.ipynb #06011822
+@patch(as_prop=True)
+def as_one(self: BitsPerByte) -> BitsPerByte:
+    "The same, of a text that is independent of others: a passage, or all passages of a document."
+    a, b = self.nats, self.bytes
+    return replace(self, texts=1, nats_nats=a * a, nats_bytes=a * b, bytes_bytes=float(b * b))
+
+
 @patch(as_prop=True)
 def interval(self: BitsPerByte) -> tuple[float, float] | None:
     "The 95 % interval of the bits by the ratio's variance; None for fewer than two texts."

@@ -564,6 +564,7 @@ ODD = dict(
     data=[5, 2.5, True],
     clients=[3, 2.5, True, None],
     pool=[5, 2.5, True, None],
+    group=[5, 2.5, True, None],
     out=[5, 2.5, True, "file", "file/inside"],
     random_state=["zero", 1.5, True, None, -1, 2**32, 10**400],
     preset=[5, True, "papers", "-released"],

@@ -1,5 +1,7 @@
 "One word for the data: what it opens, and what it says of a word that opens nothing."
 
+import json
+
 import pytest
 
 import harmomoe.data.benchmarks
@@ -45,6 +47,22 @@ def test_wrong_names_in_a_folder_are_refused(clients, pool, said, tiny_folder):
 def test_a_word_that_opens_nothing_is_an_error(data):
     with pytest.raises((ValueError, FileNotFoundError)):
         open_benchmark(data, "a", "pool")
+
+
+def test_a_column_says_whose_a_clients_rows_are(tmp_path):
+    for name, rows in (("diary", 40), ("pool", 30)):
+        lines = [dict(text=f"{name} {row} said so.", page=row // 4) for row in range(rows)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = open_benchmark(str(tmp_path), "diary", "pool", group="page")
+    [diary], parts = found.clients, ("train", "validation", "test")
+    pages = [set(getattr(diary, part)["group"]) for part in parts]
+    assert set.union(*pages) == set(map(str, range(10))) and sum(map(len, pages)) == 10
+    assert "group" not in found.pool.train.column_names
+    assert "group" not in open_benchmark(str(tmp_path), "diary", "pool").clients[0].test.features
+    with pytest.raises(ValueError, match="no column 'leaf' of groups, has .*page"):
+        open_benchmark(str(tmp_path), "diary", "pool", group="leaf")
+    with pytest.raises(ValueError, match="data='corpora' has no columns .* leave out group='page'"):
+        open_benchmark("corpora", group="page")
 
 
 # ---- the embedded benchmark

@@ -4,6 +4,8 @@ Every number is compared with what `transformers` gives for one text alone, with
 
 import json
 import math
+from functools import reduce
+from operator import add
 from types import SimpleNamespace
 from typing import get_args
 
@@ -35,7 +37,7 @@ from harmomoe.base.process import seeded
 from harmomoe.data.texts import LETTERS, cloze_prompt, text_dataset
 from harmomoe.models import decoder
 from harmomoe.models.decoder import FACTS, Choices, DecoderSeed, PlainText, Scoring, log_likelihoods
-from harmomoe.models.seed import Accuracy, BitsPerByte
+from harmomoe.models.seed import Accuracy
 
 
 def forbidden(*args, **kwargs):
@@ -291,7 +293,7 @@ def test_choices_are_judged_by_the_share_that_is_right():
     seed = seed_of()
     found, batch = scores(seed), only(seed, QUESTIONS, label_space=ABC)
     right = sum(row.argmax().item() == target for row, target in zip(found, QUESTIONS["label"]))
-    assert seed.task(ABC).judge(found, batch) == Accuracy(right, 4)
+    assert reduce(add, seed.task(ABC).judge(found, batch)) == Accuracy(right, 4)
 
 
 # ---- plain text, by hand
@@ -374,7 +376,7 @@ def test_next_tokens_that_are_right_are_counted_as_one_text_after_the_other_says
     task = seed.task([])
     found = task.scores(seed.backbone, batch)
     assert found[:, 1].tolist() == wanted and sum(wanted) > 5
-    judged = task.judge(found, batch)
+    judged = reduce(add, task.judge(found, batch))
     tokens = (batch["labels"] != -100).sum().item()
     assert judged.next_token == Accuracy(sum(wanted), tokens)
 
@@ -406,8 +408,9 @@ def test_bits_per_byte_are_those_of_all_predicted_tokens_over_their_utf8_bytes(l
     task, parts = seed.task([]), []
     with torch.no_grad():
         for batch in seed.batches(data, batch_size=3):
-            parts.append(task.judge(task.scores(seed.backbone, batch), batch))
-    whole = BitsPerByte(0, 0) + parts[0] + parts[1]
+            parts += task.judge(task.scores(seed.backbone, batch), batch)
+    whole = reduce(add, parts)
+    assert (len(parts), whole.texts) == (4, 4)
     size = sum(len(answer.encode()) for answer in data["answer"])
     if loss_on == "all":  # a beginning of text, which is no byte, precedes them
         size += sum(len(prompt.encode()) for prompt in data["prompt"])
@@ -419,7 +422,7 @@ def test_bits_per_byte_are_those_of_all_predicted_tokens_over_their_utf8_bytes(l
 def predicted_bytes(seed, data):
     "How many bytes the predicted tokens stand for, as the task says."
     nothing = torch.zeros(len(data), 2)
-    return PlainText(seed, []).judge(nothing, only(seed, data)).bytes
+    return reduce(add, PlainText(seed, []).judge(nothing, only(seed, data))).bytes
 
 
 def spelled(kind, ids):

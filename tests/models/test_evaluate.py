@@ -1,6 +1,7 @@
 "How well a model does, how sure that is, how it is written down, and how fast it is."
 
 import json
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from scipy.stats import binomtest
 from harmomoe.data.corpora import load_corpora
 from harmomoe.data.domains import Benchmark
 from harmomoe.data.samples import in_a_stream, labelled
+from harmomoe.data.texts import text_dataset
 from harmomoe.models.ensemble import Ensemble, Personal
 from harmomoe.models.evaluate import (
     BITS,
@@ -97,6 +99,25 @@ def test_where_there_is_nothing_to_choose_text_is_measured_in_bits_per_byte():
     found, apart = (measure(model, REPLIES, ["text"], size) for size in (3, 1))
     assert type(found) is BitsPerByte and found.bits > 0
     assert found.bytes == apart.bytes and found.nats == pytest.approx(apart.nats, rel=1e-5)
+
+
+def test_texts_of_one_group_count_as_one_in_the_interval():
+    seed, owners = seed_of(), ["b", "a", "b", "c"]
+    model = Model(seed, seed.backbone)
+    said = "Blue.", "A pale red.", "Green or yellow.", "No."
+    rows = [dict(instruction="Name a colour.", input="", output=one) for one in said]
+    plain = text_dataset(rows, "colours")
+    grouped = plain.add_column("group", owners)
+    each = [measure(model, plain.select([row]), ["text"]) for row in range(4)]
+    found, apart = (measure(model, data, ["text"], batch_size=3) for data in (grouped, plain))
+    assert (found.texts, apart.texts) == (3, 4) and found.bits == pytest.approx(apart.bits)
+    ratio = found.nats / found.bytes  # two texts of one group are in two batches
+    parts = [(one.nats, one.bytes) for one in (each[0] + each[2], each[1], each[3])]
+    squares = sum((nats - ratio * size) ** 2 for nats, size in parts)
+    half = 1.959964 * math.sqrt(3 / 2 * squares) / found.bytes / math.log(2)
+    assert np.diff(found.interval) / 2 == pytest.approx(half, rel=1e-3)
+    assert measure(model, grouped.select([0, 2]), ["text"]).interval is None
+    assert measure(model, in_a_stream({"": grouped})[""], ["text"]).texts == 3
 
 
 @pytest.mark.parametrize("correct, n", [(0, 1), (1, 1), (0, 50), (7, 12), (50, 50), (8577, 10_000)])
@@ -273,6 +294,18 @@ def texts(pool):
     data = {split: QUESTIONS for split in ("train", "validation", "test")}
     client = SimpleNamespace(name="q", classes=ABC, **data)
     return SimpleNamespace(pool=pool, clients=[client])
+
+
+@pytest.mark.parametrize("scoring", ["text", "cloze"])
+def test_questions_scored_by_their_choices_are_answered_alike_in_any_label_space(scoring):
+    seed = seed_of(scoring=scoring)
+    pool = SimpleNamespace(test=[], classes=["text"])
+    model, benchmark = Model(seed, seed.backbone), texts(pool)
+    more = dict(classes=["A", "B", "C", "D"], test=QUESTIONS)
+    benchmark.clients.append(SimpleNamespace(name="r", **more))
+    found, union = measure_all(model, benchmark), joint_space(benchmark)
+    assert union == more["classes"]
+    assert found.joint == found.domains == dict.fromkeys("qr", measure(model, QUESTIONS, union))
 
 
 def test_public_text_is_measured_in_bits_per_byte_with_an_interval_and_has_no_class():

@@ -146,8 +146,10 @@ def test_loss_can_be_minimised(given):
     assert torch.allclose(learnt.grad, (F.softmax(torch.zeros(3, 3), 1) - torch.eye(3)) / 3)
 
 
-def test_answers_are_judged_by_the_highest_score_and_batches_add_up(given):
-    found = given.judge(BATCH["scores"], BATCH)
+def test_answers_are_judged_by_the_highest_score_and_add_up(given):
+    each = given.judge(BATCH["scores"], BATCH)
+    assert [one.n for one in each] == [1, 1, 1]
+    found = each[0] + each[1] + each[2]
     assert found == Accuracy(2, 3) and found + found == Accuracy(4, 6)
 
 
