@@ -262,6 +262,18 @@ class BitsPerByte:
 
 # %% ../../nbs/models/00_seed.ipynb #06011822
 @patch(as_prop=True)
+def kept(self: Accuracy) -> int:
+    "What is kept of a sample: whether it is right."
+    return self.correct
+
+
+@patch(as_prop=True)
+def kept(self: BitsPerByte) -> list:
+    "What is kept of a text: nats, to 4 digits, and bytes."
+    return [round(self.nats, 4), self.bytes]
+
+
+@patch(as_prop=True)
 def as_one(self: BitsPerByte) -> BitsPerByte:
     "The same, of a text that is independent of others: a passage, or all passages of a document."
     a, b = self.nats, self.bytes

@@ -1,11 +1,20 @@
 "From one accuracy for each random state to means, intervals and differences."
 
+from functools import reduce
+from operator import add
+
 import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
 
-from harmomoe.bench.intervals import half_width, over_samples, percentages, with_intervals
+from harmomoe.bench.intervals import (
+    difference,
+    half_width,
+    over_samples,
+    percentages,
+    with_intervals,
+)
 from harmomoe.models.evaluate import BITS, Measured, details, read_measured
 from harmomoe.models.seed import Accuracy, BitsPerByte
 
@@ -89,7 +98,7 @@ def test_of_two_that_vary_alike_the_difference_is_known_better_than_either():
 
 
 def test_intervals_over_test_samples_are_those_of_each_state():
-    shown = over_samples(RESULTS, 2)
+    shown = over_samples(RESULTS, "first", 2)
     assert shown.index.tolist() == ["second", "first"]
     assert shown.columns.tolist() == ["x", "y", "average"]
     for method, rows in RESULTS.items():
@@ -109,3 +118,53 @@ def test_bits_without_sums_over_texts_have_no_interval():
         }
     )
     assert found.loc["not", "x"] == "1.000" and found.loc["known", "x"].startswith("1.000 ± 0.0")
+
+
+def of_answers(**right):
+    "A system by its right and wrong answers in each domain."
+    domains = {name: Accuracy(sum(each), len(each)) for name, each in right.items()}
+    return Measured(domains, each={name: list(each) for name, each in right.items()})
+
+
+def of_texts(nats, sizes):
+    "A system by the nats of each text."
+    texts = [BitsPerByte(a, b).as_one for a, b in zip(nats, sizes)]
+    return Measured(dict(x=reduce(add, texts)), each=dict(x=[one.kept for one in texts]))
+
+
+def test_difference_of_answers_is_that_of_pairs():
+    rng = np.random.default_rng(0)
+    first, second = rng.integers(0, 2, (2, 2, 300)).tolist()
+    second[0] = first[0][:-9] + [0] * 9
+    one, other = (of_answers(x=x, y=y) for x, y in (first, second))
+    pairs = [np.array(x) - np.array(y) for x, y in zip(first, second)]
+    mean, half = difference(one, other)
+    assert mean == pytest.approx(100 * np.mean(pairs))
+    assert half == pytest.approx(196 * np.hypot(*map(stats.sem, pairs)) / 2, rel=1e-4)
+    assert difference(other, one) == pytest.approx((-mean, half))
+    assert difference(one, one) == (0, 0)
+    alike, _ = (Measured(dict(x=m.domains["x"]), each=m.each) for m in (one, other))
+    assert difference(alike, other)[1] < details(alike)["x"]["interval"][1] / 20
+
+
+def test_difference_to_a_system_that_knows_every_text_is_the_bits_with_their_interval():
+    rng = np.random.default_rng(1)
+    sizes = rng.integers(50, 900, 40).tolist()
+    one = of_texts((rng.gamma(3, size=40) * sizes).tolist(), sizes)
+    mean, half = difference(one, of_texts([0.0] * 40, sizes))
+    assert mean == pytest.approx(one.domains["x"].bits, rel=1e-5)
+    assert half == pytest.approx(np.ptp(one.domains["x"].interval) / 2, rel=1e-4)
+
+
+def test_differences_over_test_samples_are_means_over_the_random_states():
+    a, b, c = [1, 1, 0, 1, 0], [1, 0, 0, 1, 0], [0, 0, 0, 1, 1]
+    rows = dict(one=[of_answers(x=a), of_answers(x=c)], other=[of_answers(x=b)] * 2)
+    shown = over_samples({name: [m.counts for m in of] for name, of in rows.items()}, "other")
+    means, halves = zip(*map(difference, rows["one"], rows["other"]))
+    assert means == (20, 0)
+    assert shown["against other"].tolist() == [f"+10.0 ± {np.mean(halves):.1f}", ""]
+    bits = {
+        n: [of_texts(nats, [9, 8, 9]).counts]
+        for n, nats in dict(p=[9, 7, 5.5], q=[8, 8, 5]).items()
+    }
+    assert over_samples(bits, "q").loc["p", "against q"].startswith("+0.028 ± 0.")
