@@ -33,8 +33,8 @@ IN_PARTS = {"scripts": (SCRIPTS, load_scripts), "corpora": (CORPORA, load_corpor
 
 # %% ../../nbs/data/09_benchmarks.ipynb #c5bfad45
 def open_benchmark(
-    # "embedded", "scripts", "corpora", "paper" or "paper-texts" (hub), "paper:FOLDER",
-    # "paper-texts:FOLDER", or a folder
+    # "embedded", "scripts", "corpora", "paper" or "paper-texts" (hub), one of these with ":FOLDER",
+    # or a folder
     data: str = "embedded",
     # names in the folder or benchmark, separated by commas; all (but the pool) if empty
     clients: str = "",
@@ -42,7 +42,7 @@ def open_benchmark(
     random_state: int = 0,  # of splits that have to be carved
     # "skip" leaves out, counts and lists rows of a folder that cannot be read
     on_error: str = "raise",
-    # a column of the rows of a folder's clients that says whose a sample is, such as "document"
+    # a column of a folder's clients that says whose a sample is; of the corpora "document"
     group: str = "",
 ) -> Benchmark:  # pool and clients
     """Load pool and clients. Raises `ValueError` or `FileNotFoundError` naming what is missing
@@ -53,7 +53,7 @@ def open_benchmark(
         if not clients and pool and Path(data).is_dir():
             clients = [name for name in list_domains(data) if name != split_alias(pool)[1]]
         return load_benchmark(data, clients, pool, random_state, on_error, group)
-    if group:
+    if group and kind != "corpora":
         raise ValueError(f"data={data!r} has no columns of its own; leave out group={group!r}.")
     if on_error == "skip" and kind not in SHIPPED:
         raise ValueError(f"data={data!r} must be whole; on_error='skip' is for one's own folders")
@@ -63,9 +63,10 @@ def open_benchmark(
     if kind in IN_PARTS:
         known, load = IN_PARTS[kind]
         _check_clients(wanted, known, data)
-        return load(wanted or known)
+        grouped = dict(group=group) if group else {}
+        return load(wanted or known, folder or None, **grouped)
     if kind == "embedded":
-        benchmark = load_glyphs()
+        benchmark = load_glyphs(folder or None)
     else:
         benchmark = (paper_texts if kind == "paper-texts" else paper_benchmark)(folder or None)
     known = {client.name: client for client in benchmark.clients}
@@ -80,17 +81,17 @@ def _check_clients(wanted: list[str], known: Iterable[str], data: str) -> None:
 
 # %% ../../nbs/data/09_benchmarks.ipynb #e3503abe
 def open_pool(
-    # "embedded", "scripts" or "corpora", "paper" or "paper-texts" (hub), "paper:FOLDER",
-    # "paper-texts:FOLDER", or a folder or hub id as in `load_domain`
+    # "embedded", "scripts", "corpora", "paper" or "paper-texts" (hub), one of these with ":FOLDER",
+    # or a folder or hub id as in `load_domain`
     source: str = "embedded",
     random_state: int = 0,  # of splits that have to be carved
 ) -> Domain:  # its train split is whole
     "A public pool alone, without any client's data. Raises as `open_benchmark`."
     kind, _, folder = source.partition(":")
     if kind == "corpora":
-        return load_corpus("pool")
-    if kind in SHIPPED:
-        return load_glyphs().pool
+        return load_corpus("pool", folder or None)
+    if kind in SHIPPED:  # the scripts have the pool of the glyphs
+        return load_glyphs(folder if folder and kind == "embedded" else None).pool
     if kind == "paper":
         return load_named("imagenet", folder or None, random_state=random_state)
     if kind == "paper-texts":

@@ -17,6 +17,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 
 from .domains import SPLITS, Benchmark, Domain
 from .glyphs import check_known, shipped_manifest
+from .images import GROUP
 from .texts import OPENING, beginning, opened
 
 # %% ../../nbs/data/08_corpora.ipynb #3eabb5bc
@@ -75,25 +76,35 @@ def load_corpus(
     folder: str | Path | None = None,
     size: int = PASSAGE,  # bytes of a passage at most
     opening: int = OPENING,  # bytes of its prompt at most
+    group: str = "",  # "document": a column `group` has the document of each passage; empty: none
 ) -> Domain:  # its passages
-    """Loads one domain of the benchmark. ValueError for a domain that there is not, or an opening
-    that is no part of a passage, and else as `shipped_manifest`."""
+    """Loads one domain of the benchmark. ValueError for a domain that there is not, a group that
+    passages do not have, or an opening that is no part of a passage, and else as
+    `shipped_manifest`."""
     check_known("domain", name, ("pool", *CORPORA))
+    if group:
+        check_known("group", group, ("document",))
     if not 0 < opening < size:
         raise ValueError(f"an opening of {opening} bytes is no part of a passage of {size}")
-    features = Features(
+    features = dict(
         prompt=Value("string"),
         answer=Value("string"),
         choices=[Value("string")],
         label=ClassLabel(names=["text"]),
     )
+    features |= {GROUP: Value("string")} if group else {}
     where, splits = shipped_manifest("corpora", folder)[0], {}
     for split in SPLITS:
-        texts = (one["text"] for one in _read_documents(where, name, split))
-        cut = [passage for text in texts for passage in passages(text, size, opening)]
-        columns = dict(zip(("prompt", "answer"), map(list, zip(*cut))))
+        documents = _read_documents(where, name, split)
+        cut = [
+            (*passage, one["document"])
+            for one in documents
+            for passage in passages(one["text"], size, opening)
+        ]
+        columns = dict(zip(("prompt", "answer", GROUP), map(list, zip(*cut))))
         columns |= dict(choices=[[] for _ in cut], label=[0] * len(cut))
-        splits[split] = Dataset.from_dict(columns, features=features)
+        columns = {name: columns[name] for name in features}
+        splits[split] = Dataset.from_dict(columns, features=Features(features))
     return Domain(name, **splits)
 
 # %% ../../nbs/data/08_corpora.ipynb #a8eb7605
@@ -103,12 +114,14 @@ def load_corpora(
     folder: str | Path | None = None,
     size: int = PASSAGE,  # bytes of a passage at most
     opening: int = OPENING,  # bytes of its prompt at most
+    group: str = "",  # as in `load_corpus`
 ) -> Benchmark:  # the pool, and these clients in this order
     """Loads clients of the benchmark into memory. It needs no network and writes no cache.
     ValueError for a client that there is not, and else as `load_corpus`."""
     for client in clients:
         check_known("client", client, CORPORA)
-    pool, *domains = (load_corpus(name, folder, size, opening) for name in ("pool", *clients))
+    how = folder, size, opening, group
+    pool, *domains = (load_corpus(name, *how) for name in ("pool", *clients))
     return Benchmark("corpora", pool, domains)
 
 # %% ../../nbs/data/08_corpora.ipynb #4c60d5f9

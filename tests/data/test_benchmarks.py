@@ -61,8 +61,8 @@ def test_a_column_says_whose_a_clients_rows_are(tmp_path):
     assert "group" not in open_benchmark(str(tmp_path), "diary", "pool").clients[0].test.features
     with pytest.raises(ValueError, match="no column 'leaf' of groups, has .*page"):
         open_benchmark(str(tmp_path), "diary", "pool", group="leaf")
-    with pytest.raises(ValueError, match="data='corpora' has no columns .* leave out group='page'"):
-        open_benchmark("corpora", group="page")
+    with pytest.raises(ValueError, match="data='scripts' has no columns .* leave out group='page'"):
+        open_benchmark("scripts", group="page")
 
 
 # ---- the embedded benchmark

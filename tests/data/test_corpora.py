@@ -202,6 +202,32 @@ def test_it_opens_by_its_name(corpora):
         open_benchmark("corpora", clients="cobol")
 
 
+def test_passages_know_their_document_if_asked(corpora, tmp_path):
+    found = open_benchmark("corpora", clients="novels", group="document")
+    for domain in (found.pool, *found.clients):
+        names = [one["document"] for one in corpus_documents(domain.name, "test")]
+        wanted = [names[place] for place in passage_documents(domain.name, "test")]
+        assert domain.test["group"] == wanted and 1 < len(set(wanted)) < len(wanted)
+    assert "group" not in corpora.pool.test.features
+    assert found.clients[0].test["answer"] == corpora.clients[4].test["answer"]
+    with pytest.raises(ValueError, match="unknown group 'page'; there are document"):
+        open_benchmark("corpora", group="page")
+
+
+def test_another_build_opens_by_its_folder(corpora, tmp_path):
+    folder = tmp_path / "build"
+    shutil.copytree(shipped_manifest("corpora")[0], folder)
+    found = open_benchmark(f"corpora:{folder}", clients="rust")
+    assert fingerprint(found.clients[0].train) == fingerprint(corpora.clients[5].train)
+    assert fingerprint(open_pool(f"corpora:{folder}").train) == fingerprint(corpora.pool.train)
+    (folder / "rust_test.parquet").write_bytes(b"x")
+    for data in (f"corpora:{folder}", f"corpora:{tmp_path / 'none'}", f"embedded:{folder}"):
+        with pytest.raises((ValueError, FileNotFoundError), match="is not as it was made"):
+            open_benchmark(data)
+    with pytest.raises(ValueError, match="the corpora benchmark is not as it was made"):
+        open_pool(f"corpora:{folder}")
+
+
 def test_other_sizes_make_other_samples():
     small = load_corpus("biology", size=200, opening=20)
     assert max(len(text.encode()) for text in small.test["prompt"]) <= 20
