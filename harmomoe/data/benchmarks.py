@@ -63,8 +63,7 @@ def open_benchmark(
     if kind in IN_PARTS:
         known, load = IN_PARTS[kind]
         _check_clients(wanted, known, data)
-        grouped = dict(group=group) if group else {}
-        return load(wanted or known, folder or None, **grouped)
+        return load(wanted or known, folder or None, **(dict(group=group) if group else {}))
     if kind == "embedded":
         benchmark = load_glyphs(folder or None)
     else:
