@@ -81,12 +81,13 @@ def beginnings(
     mask: Tensor,  # bool [B, T], True for the tokens of each context
     number: int = 1,  # of beginnings of each context
     horizon: float = 0.0,  # tokens after which a token counts e times less; 0: all count alike
-    first: int = 0,  # how many samples came before these
+    rows: Tensor | None = None,  # int64 [B], which samples these are of all; None: the first
 ) -> Tensor:  # float32 [B, number, T], what each token counts: 1 together, if there are any
     "The first tokens of each context: `SHORTEST` or more of them, if it has so many."
-    place = torch.arange(first * number + 1, (first + len(mask)) * number + 1, dtype=torch.float64)
+    rows = torch.arange(len(mask)) if rows is None else rows
+    place = rows[:, None] * number + torch.arange(1, number + 1, dtype=torch.float64)
     u = (place * (math.sqrt(5) - 1) / 2 % 1).to(mask.device)  # evenly spread, whatever the number
-    u = u.view(len(mask), number, 1)
+    u = u[..., None]
     tokens, nth = mask.sum(1)[:, None, None], mask.cumsum(1)[:, None]
     shortest = tokens.clamp(max=SHORTEST)
     most = (shortest * (tokens / shortest.clamp(min=1)) ** u).floor()
@@ -114,21 +115,24 @@ def layer_means(
     finite, and `ValueError` for spreads of beginnings."""
     if number and spread:
         raise ValueError("spreads are those of whole contexts: leave number at 0.")
-    means, masks, read = [[] for _ in seed.layers], [], 0
+    means, masks, data = [[] for _ in seed.layers], [], _reached(data, reach)
+    order = torch.tensor(seed.similar_together(data))
+    batches = seed.batches(data.select(order.tolist()), batch_size=batch_size)
     # as the router that looks at it computes it
     statistic = (token_moments if hidden else _mean_and_spread) if spread else token_mean
     given = seed, hidden, _weighted if number else statistic, masks, means
     ffns = [backbone.get_submodule(path) for path in seed.layers]
     handles = [ffn.register_forward_pre_hook(_noting(i, *given)) for i, ffn in enumerate(ffns)]
     try:
-        for batch in seed.batches(_reached(data, reach), batch_size=batch_size):
+        for batch, rows in zip(batches, order.split(batches.batch_size)):
             mask = seed.token_mask(batch, reach)
-            masks[:] = [beginnings(mask, number, horizon, read) if number else mask]
-            read += len(seed.hidden(backbone, batch))
+            masks[:] = [beginnings(mask, number, horizon, rows) if number else mask]
+            seed.hidden(backbone, batch)
     finally:
         for handle in handles:
             handle.remove()
-    means = torch.stack([torch.cat(rows) for rows in means])
+    as_given = lambda z: z.unflatten(0, (len(order), -1))[order.argsort()].flatten(0, 1)
+    means = torch.stack([as_given(torch.cat(parts)) for parts in means])
     check_finite(dict(representations=means), "the model")
     return means
 

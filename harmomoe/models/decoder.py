@@ -315,13 +315,11 @@ def batches(
 
 
 @patch
-def embed(self: DecoderSeed, dataset: Dataset, *settings, **named) -> Tensor:
-    "Embed every text, as any seed does, similar lengths together."
+def similar_together(self: DecoderSeed, dataset: Dataset) -> list[int]:
+    "Rows in the order of the texts' lengths."
     pairs = zip(dataset["prompt"], dataset["answer"])
     lengths = [len(prompt) + len(answer) for prompt, answer in pairs]
-    order = sorted(range(len(dataset)), key=lengths.__getitem__)
-    found = Seed.embed(self, dataset.select(order), *settings, **named)
-    return found[torch.tensor(order).argsort()]
+    return sorted(range(len(dataset)), key=lengths.__getitem__)
 
 # %% ../../nbs/models/02_decoder.ipynb #5b6a593c
 def _inner(backbone: nn.Module) -> nn.Module:

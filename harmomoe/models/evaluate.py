@@ -46,9 +46,11 @@ def judge_each(
     # the label spaces of which a question may be answered by letters that it has no choice for
     any_letter: Collection[str] = (),
 ) -> dict[str, list[Measure]]:  # name -> of each sample, or of each group of texts
-    "The same samples over several label spaces, one by one. Raises as `measure`."
+    """The same samples over several label spaces, one by one, in an order that follows from the
+    data. Raises as `measure`."""
     if not len(data):
         raise ValueError("accuracy needs at least one sample, but the data set is empty.")
+    data = data.select(model.seed.similar_together(data))
     scorers = {name: model.scorer(classes) for name, classes in spaces.items()}
     tasks = {name: model.seed.task(classes) for name, classes in spaces.items()}
     targets = {name: torch.tensor(targets_in(classes, data)) for name, classes in spaces.items()}

@@ -129,6 +129,12 @@ def changed(
 
 # %% ../../nbs/models/00_seed.ipynb #ad7402ad
 @patch
+def similar_together(self: Seed, dataset: Dataset) -> Sequence[int]:
+    "Rows in an order in which similar lengths share a batch; for images as they are."
+    return range(len(dataset))
+
+
+@patch
 @torch.no_grad()
 def embed(
     self: Seed,
@@ -140,9 +146,11 @@ def embed(
     backbone = self.backbone
     if self.embeds_in is not None:
         backbone = self.new_backbone().to(self.embeds_in)
-    loader = self.batches(dataset, batch_size=batch_size)
+    order = torch.tensor(self.similar_together(dataset))
+    loader = self.batches(dataset.select(order.tolist()), batch_size=batch_size)
     shown = tqdm(loader, desc=progress, disable=not progress)
-    return torch.cat([self.hidden(backbone, batch).float().cpu() for batch in shown])
+    found = torch.cat([self.hidden(backbone, batch).float().cpu() for batch in shown])
+    return found[order.argsort()]
 
 # %% ../../nbs/models/00_seed.ipynb #968df87e
 class Task:

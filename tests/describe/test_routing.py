@@ -67,7 +67,7 @@ def test_beginnings_are_as_often_short_as_long_and_never_shorter_than_they_must_
         below = (lengths < length).float().mean().item()
         assert below == pytest.approx(np.log(length / 4) / np.log(64), abs=0.03)
     assert torch.equal(found, beginnings(mask))
-    parts = [beginnings(mask[:700]), beginnings(mask[700:], first=700)]
+    parts = [beginnings(mask[:700]), beginnings(mask[700:], rows=torch.arange(700, 2000))]
     assert torch.equal(found, torch.cat(parts))  # batches change nothing
 
 
@@ -76,7 +76,7 @@ def test_a_context_has_as_many_beginnings_as_asked_for():
     found = beginnings(mask, 5)
     assert found.shape == (60, 5, 256)
     assert torch.equal(found.flatten(0, 1), beginnings(torch.ones(300, 256).bool())[:, 0])
-    parts = [beginnings(mask[:7], 5), beginnings(mask[7:], 5, first=7)]
+    parts = [beginnings(mask[:7], 5), beginnings(mask[7:], 5, rows=torch.arange(7, 60))]
     assert torch.equal(found, torch.cat(parts))
 
 
