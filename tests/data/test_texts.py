@@ -118,6 +118,14 @@ def test_prompt_of_a_question():
     assert context_of(odd) == "One.\nTwo." and context_of(choice_prompt("Who?", ["a", "b"])) == ""
     assert cloze_prompt(odd, [" she\r\ntoo", "he"]) == "One.\nTwo.\nQuestion: Who is it?\nAnswer:"
     assert cloze_prompt(odd, ["she", "he"]) == odd and cloze_prompt("Go on.", []) == "Go on."
+    for other in ("None of the above choices.", "both of these answers", "Any of the other two"):
+        listed = choice_prompt("Who?", ["she", other])
+        assert cloze_prompt(listed, ["she", other]) == listed
+    for other in ("none of the milk", "all of them", "above"):
+        assert (
+            cloze_prompt(choice_prompt("Who?", ["she", other]), ["she", other])
+            == "Question: Who?\nAnswer:"
+        )
     assert choice_prompt("Who?", ["a  b", "c"], "  ") == "Question: Who?\n(A) a  b\n(B) c\nAnswer:"
 
 
