@@ -9,6 +9,8 @@ import torch
 
 from harmomoe.bench.scale import nested, read_flat, write_flat
 from harmomoe.data.scripts import SCRIPTS
+from harmomoe.models.evaluate import mean_interval
+from harmomoe.models.seed import Accuracy
 
 PAGE = Path(__file__).resolve().parent.parent / "nbs" / "experiments" / "many_members.ipynb"
 ROUTED = "harmomoe", "harmomoe:paper", "btm_posterior"
@@ -50,11 +52,13 @@ def stored(tmp_path):
 
 def test_stored_rows_of_all_labels_are_drawn(stored, run_cells, elsewhere):
     space = run_cells(PAGE, dict(known=str(stored)))
-    average = space["by_size"]("average")
-    assert average.loc["HarmoMoE, one"].tolist() == [60, 60]
-    assert average.loc["HarmoMoE, two"].dropna().to_dict() == {"6": 70}
-    assert "Matching experts †" in average.index
-    assert space["by_size"]("own").loc["BTM by posterior"].tolist() == [50, 50]
+    three, six = (space["tables"][size]["average"] for size in "36")
+    assert [of["HarmoMoE, one"][:6] for of in (three, six)] == ["60.0 ±", "60.0 ±"]
+    assert "HarmoMoE, two" not in three and six["HarmoMoE, two"].startswith("70.0 ± ")
+    narrow = mean_interval([Accuracy(60, 100)] * 6)
+    assert six["HarmoMoE, one"] == f"60.0 ± {np.ptp(narrow) / 2:.1f}"
+    assert "Matching experts †" in six
+    assert space["shares"].loc["BTM by posterior"].tolist() == [50, 50]
     assert set(space["oracles"]) == {"HarmoMoE, one"}
     pair = space["pairs"]["copy", "HarmoMoE, one"]
     assert pair["own expert"] == 50 and pair["the other's"] == pytest.approx((10 + 50 / 6) / 2, 1)
