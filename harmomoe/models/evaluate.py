@@ -87,9 +87,16 @@ def _by_owner(parts: list[Measure], owners: Sequence[str] | None) -> list[Measur
     return [one.as_one for one in whole.values()]
 
 
-def measure_spaces(*given, **named) -> dict[str, Measure]:
-    "The same samples over several label spaces, together: name -> as from `measure`."
-    return {name: reduce(operator.add, all) for name, all in judge_each(*given, **named).items()}
+def measure_spaces(
+    model: Model,  # any kind of model
+    data: Dataset,  # columns of `SEEN`, and `label`
+    spaces: dict[str, list[str]],  # name -> label space
+    batch_size: int | None = None,  # None is the seed's own choice
+    any_letter: Collection[str] = (),  # as for `judge_each`
+) -> dict[str, Measure]:  # name -> as from `measure`
+    "The same samples over several label spaces, together. Raises as `measure`."
+    found = judge_each(model, data, spaces, batch_size, any_letter)
+    return {name: reduce(operator.add, parts) for name, parts in found.items()}
 
 # %% ../../nbs/models/08_evaluate.ipynb #f8cce875
 def measure(

@@ -202,7 +202,7 @@ def test_it_opens_by_its_name(corpora):
         open_benchmark("corpora", clients="cobol")
 
 
-def test_passages_know_their_document_if_asked(corpora, tmp_path):
+def test_passages_know_their_document_if_asked(corpora):
     found = open_benchmark("corpora", clients="novels", group="document")
     for domain in (found.pool, *found.clients):
         names = [one["document"] for one in corpus_documents(domain.name, "test")]
