@@ -23,9 +23,13 @@ def row(label, system, clients, members="nested", right=60):
     share = [[0.5] + [0.5 / (len(clients) - 1)] * (len(clients) - 1)]
     seen = lambda k: dict(experts=clients[k:] + clients[:k], share=share)  # its own comes first
     routed = {name: seen(k) for k, name in enumerate(clients)} if system in ROUTED else {}
+    load = [[0.6, 0.3, *[0.1 / (len(clients) - 2)] * (len(clients) - 2)]]
+    turned = lambda k: dict(experts=clients[k:] + clients[:k], load=load)
+    routing = {name: turned(k) for k, name in enumerate(clients)} if routed else {}
     stages = dict(description=1.0, expert=3.0, packing=None)
     facts = dict(accuracy=counts(right), joint=counts(right - 5), public=[dict(correct=9, n=100)])
-    facts |= dict(routed=routed, client=dict.fromkeys(clients, stages), server=dict(serving=2.0))
+    facts |= dict(routed=routed, routing=routing)
+    facts |= dict(client=dict.fromkeys(clients, stages), server=dict(serving=2.0))
     facts |= dict(bytes=10**6, memory=10**7, speed=50.0, seed_speed=100.0)
     facts |= dict(parameters=dict(total=3 * 10**6, active=2 * 10**6))
     row = dict(label=label, members=members, clients=clients, system=system, random_state=0)
@@ -60,9 +64,12 @@ def test_stored_rows_of_all_labels_are_drawn(stored, run_cells, elsewhere):
     assert "Matching experts †" in six
     assert space["shares"].loc["BTM by posterior"].tolist() == [50, 50]
     assert set(space["oracles"]) == {"HarmoMoE, one"}
-    pair = space["pairs"]["copy", "HarmoMoE, one"]
-    assert pair["own expert"] == 50 and pair["the other's"] == pytest.approx((10 + 50 / 6) / 2, 1)
-    assert space["stages"]("btm_posterior").dropna().to_dict() == dict(description=1, expert=3)
+    pair = space["pairs"]["HarmoMoE, one", "copy"]
+    assert (pair["own expert"], pair["the other's"], pair["all others'"]) == (60, 30, 10)
+    assert space["pairs"]["HarmoMoE, one", "one client"]["own expert"] == 60
+    stages = space["stages"]("btm_posterior", "one").dropna()
+    assert stages.to_dict() == dict(description=1, expert=3)
+    assert space["most"] == 6  # of the sets that every system served
 
 
 def test_classifiers_tell_members_that_are_apart(stored, run_cells, elsewhere):

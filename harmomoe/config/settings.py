@@ -350,6 +350,11 @@ _PRESETS = dict(
     ),
 )
 _PRESETS |= {
+    "many": replace(
+        _PRESETS["embedded"],
+        expert=replace(_PRESETS["embedded"].expert, untouched=0.34),
+        router=replace(_PRESETS["embedded"].router, densities=True),
+    ),
     "text-paper": Config(**_TEXT, routing=RoutingSettings(2000), router=RouterSettings(lam=1.0)),
     "embedded-text": Config(
         proxies=ProxySettings(candidates=1000, number=150),
@@ -364,7 +369,7 @@ _PRESETS |= {
 
 # %% ../../nbs/config/00_settings.ipynb #cfd6d88f
 def preset(
-    # "paper", "gated", "text", "embedded", "ratios", "text-paper" or "embedded-text"; with
+    # "paper", "gated", "text", "embedded", "many", "ratios", "text-paper" or "embedded-text"; with
     # "-released" what the authors' code does
     name: str,
 ) -> Config:

@@ -29,7 +29,7 @@ from harmomoe.config.settings import (
 from harmomoe.models.training import Training
 from harmomoe.moe.router import RouterSettings, rules_of
 
-PRESETS = ("paper", "gated", "text", "embedded", "ratios", "text-paper", "embedded-text")
+PRESETS = ("paper", "gated", "text", "embedded", "many", "ratios", "text-paper", "embedded-text")
 
 
 def nested(name, value):
@@ -301,7 +301,8 @@ def test_released_settings_are_the_authors_codes_where_they_differ_and_ours_else
 
 @pytest.mark.parametrize("name", ["", "Paper", "released", "-released", "paper-released-released"])
 def test_a_preset_that_there_is_not_is_refused_naming_those_that_there_are(name):
-    with pytest.raises(ValueError, match="one of paper, gated, text, embedded, ratios, text-"):
+    known = "one of paper, gated, text, embedded, ratios, many, text-"
+    with pytest.raises(ValueError, match=known):
         preset(name)
 
 
