@@ -8,8 +8,6 @@ Docs: https://harmomoe.github.io/harmomoe/bench/intervals.html.md"""
 __all__ = ['ENOUGH', 'percentages', 'half_width', 'with_intervals', 'difference', 'over_samples', 'interval_table']
 
 # %% ../../nbs/bench/00_intervals.ipynb #c7b39947
-from collections.abc import Iterable
-
 import numpy as np
 import pandas as pd
 from scipy import stats
@@ -86,16 +84,21 @@ def difference(
     return float(means.mean()), float(1.959964 * np.hypot.reduce(errors) / len(errors))
 
 
-def _text_of(differences: Iterable[tuple[float, float]], places: int) -> str:
-    "Of several random states, whose test samples may be the same."
-    mean, half = np.mean([*differences], axis=0)
-    return f"{mean:+.{places}f} ± {half:.{places}f}"
+def _difference_text(rows: list[Measured], others: list[Measured], digits: int) -> str:
+    "Of several random states, whose test samples may be the same; without what was kept, a mean."
+    [unit] = {one.unit for one in rows[0].domains.values()}
+    places = digits + 2 * (unit == "bits")
+    if all(row.each for row in rows + others):
+        mean, half = np.mean([*map(difference, rows, others)], axis=0)
+        return f"{mean:+.{places}f} ± {half:.{places}f}"
+    averages = [[summary(row)["average"] for row in of] for of in (rows, others)]
+    return f"{np.subtract(*averages).mean():+.{places}f}"
 
 # %% ../../nbs/bench/00_intervals.ipynb #012ea897
 def over_samples(
     results: dict[str, list[dict]],  # label -> results of `run_row`, one for each random state
-    # a label: adds each method's difference to it in the average, sample by sample, if these were
-    # kept
+    # a label: adds each method's difference to it in the average, with an interval sample by sample
+    # if these were kept
     reference: str | None = None,
     digits: int = 1,  # after the point; bits per byte have two more
 ) -> pd.DataFrame:  # of text: "mean ± half-width"; index method
@@ -115,11 +118,9 @@ def over_samples(
         each = [details(row) for row in rows]
         shown[label] = {column: text([one[column] for one in each]) for column in each[0]}
     shown = pd.DataFrame(shown).T.rename_axis("method")
-    if reference is not None and all(row.each for rows in found.values() for row in rows):
-        domains = found[reference][0].domains.values()
-        places = digits + 2 * ({one.unit for one in domains} == {"bits"})
+    if reference is not None:
         shown[f"against {reference}"] = [
-            "" if label == reference else _text_of(map(difference, rows, found[reference]), places)
+            "" if label == reference else _difference_text(rows, found[reference], digits)
             for label, rows in found.items()
         ]
     return shown
@@ -134,7 +135,6 @@ def interval_table(
     digits: int = 1,  # after the point; bits per byte have two more
 ) -> pd.DataFrame:  # of text: "mean ± half-width"; index method
     "Means with intervals over the random states, or over the test samples where these are too few."
-    shown = with_intervals(percentages(results), reference, digits)
     if min(map(len, results.values())) < ENOUGH:
-        shown.update(over_samples(results, reference, digits))
-    return shown
+        return over_samples(results, reference, digits)
+    return with_intervals(percentages(results), reference, digits)

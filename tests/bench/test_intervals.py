@@ -11,6 +11,7 @@ from scipy import stats
 from harmomoe.bench.intervals import (
     difference,
     half_width,
+    interval_table,
     over_samples,
     percentages,
     with_intervals,
@@ -100,7 +101,9 @@ def test_of_two_that_vary_alike_the_difference_is_known_better_than_either():
 def test_intervals_over_test_samples_are_those_of_each_state():
     shown = over_samples(RESULTS, "first", 2)
     assert shown.index.tolist() == ["second", "first"]
-    assert shown.columns.tolist() == ["x", "y", "average"]
+    assert shown.columns.tolist() == ["x", "y", "average", "against first"]
+    # nothing was kept of a sample: the difference of means, without an interval
+    assert shown.pop("against first").tolist() == ["+32.50", ""]
     for method, rows in RESULTS.items():
         each = [details(read_measured(row)) for row in rows]
         for column in shown:
@@ -168,3 +171,16 @@ def test_differences_over_test_samples_are_means_over_the_random_states():
         for n, nats in dict(p=[9, 7, 5.5], q=[8, 8, 5]).items()
     }
     assert over_samples(bits, "q").loc["p", "against q"].startswith("+0.028 ± 0.")
+
+
+def test_tables_have_intervals_over_random_states_where_there_are_enough():
+    states = dict(RESULTS, first=[result(8, 8), result(9, 8), result(7, 8)])
+    over_states = with_intervals(percentages(states), "first")
+    assert interval_table(states, "first").equals(over_states)
+    few = {name: rows[:2] for name, rows in states.items()}
+    shown = interval_table(few, "first")
+    assert shown.equals(over_samples(few, "first"))
+    # Student's of two random states would be ± 76 for `first`, and nothing was kept of a sample
+    assert shown.loc["first", "average"] == over_samples(few).loc["first", "average"]
+    assert shown["against first"].tolist() == ["+31.2", ""]
+    assert list(shown) == list(over_states)
