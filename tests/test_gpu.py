@@ -96,7 +96,7 @@ def test_adapters_become_one_model_there(tmp_path):
     rows = [json.dumps(dict(text=f"It is said of {i} that it is it.")) for i in range(70)]
     (tmp_path / "pool.jsonl").write_text("\n".join(rows))
     recipe = dict(base="embedded-text", adapters=adapters, pool=str(tmp_path / "pool.jsonl"))
-    recipe |= dict(output=str(tmp_path / "made"), device="cuda", settings={"finetune.epochs": 0})
+    recipe |= dict(output=str(tmp_path / "made"), device="cuda")
     model = unify_adapters(recipe).model
     text = "It is said of 7 that"
     ids = torch.tensor([seed.encode(text, "")[0]])

@@ -37,7 +37,7 @@ def file(tiny_decoder, tmp_path):
     rows = [dict(text=f"Public text number {i} is about nothing much.") for i in range(60)]
     (tmp_path / "public.json").write_text(json.dumps(rows))
     recipe = dict(base=str(tiny_decoder), adapters=adapters, pool="public.json", output="one")
-    (tmp_path / "my.yaml").write_text(json.dumps(recipe | dict(settings={"finetune.epochs": 1})))
+    (tmp_path / "my.yaml").write_text(json.dumps(recipe))
     return tmp_path / "my.yaml"
 
 

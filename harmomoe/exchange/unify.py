@@ -188,13 +188,15 @@ def _domain(name: str, adapter: Adapter, template: Callable | None) -> Domain:
 
 # %% ../../nbs/exchange/05_unify.ipynb #e9da210c
 # a router by log density ratios of the prompt alone, in which no layer decides by itself, and whose
-# best expert counts in full; where no threshold can be tried, a little in favour of adapters
+# best expert counts in full; where no threshold can be tried, a little in favour of adapters; and
+# adapters as they came
 SERVED = {
     "router.form": "evidence",
     "router.context": "prompt",
     "router.lam": 1.0,
     "router.norm_topk_prob": True,
     "router.seed_logit": -0.5,
+    "finetune.epochs": 0,
 }
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import harmomoe.exchange.unify as module
 from harmomoe.base.artefacts import stages_run
 from harmomoe.exchange.adopt import chat_template, example_domain
+from harmomoe.exchange.transformers import to_transformers
 from harmomoe.exchange.unify import open_adapters, read_recipe, unify_adapters
 from harmomoe.models.observe import observe_routing
 
@@ -28,7 +29,7 @@ UNSEEN = {
 }
 # as real templates do: a line break at the very end of a template would be dropped
 MARKS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{{ '<assistant>\\n' }}"
-SETTINGS = {"finetune": {"epochs": 1, "learning_rate": 1e-3}}
+TRAINED = {"finetune": {"epochs": 1, "learning_rate": 1e-3}}
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -72,7 +73,6 @@ def world(home, tmp_path):
         pool="public.jsonl",
         others="ignore",
         output="one",
-        settings=SETTINGS,
     )
 
 
@@ -97,7 +97,7 @@ def own_shares(unified, template=None):
 
 def test_a_file_becomes_a_model_that_transformers_opens(world):
     folder, recipe = world
-    unified = unify_adapters(put(folder, recipe))
+    unified = unify_adapters(put(folder, recipe | dict(settings=TRAINED)))
     assert {path.name for path in (folder / "one").iterdir()} == {"model", "report", "work"}
     assert unified.folder == (folder / "one" / "model").resolve()
     opened = AutoModelForCausalLM.from_pretrained(unified.folder)
@@ -111,6 +111,24 @@ def test_a_file_becomes_a_model_that_transformers_opens(world):
     assert told["taken"]["sums"]["dropped, % of its change"] == 0
     assert 0 < told["taken"]["towns"]["dropped, % of its change"] < 100
     assert set(told["report"]) == {"sums", "towns"}
+
+
+def test_adapters_are_taken_as_they_are_unless_the_file_asks_for_training(world, seed):
+    from peft import PeftModel
+
+    folder, recipe = world
+    asked = seed.tokenizer(UNSEEN["sums"][0], return_tensors="pt")["input_ids"]
+    theirs = PeftModel.from_pretrained(seed.new_backbone(), folder / "sums").eval()
+
+    def distance(unified):
+        "Of the logits by the expert alone from those of PEFT."
+        with torch.no_grad(), unified.model.only("sums"):
+            found = to_transformers(unified.model)(asked, prompt_mask=asked >= 0).logits
+            return (found - theirs(asked).logits).abs().max()
+
+    assert distance(unify_adapters(put(folder, recipe))) < 1e-5
+    trained = unify_adapters(put(folder, recipe | dict(settings=TRAINED, output="two")))
+    assert distance(trained) > 1e-3
 
 
 def test_what_was_done_is_not_done_again(world):
@@ -198,7 +216,7 @@ def test_adapters_that_change_every_layer_are_told_apart(world, seed):
         how = dict(r=rank, lora_alpha=16 * rank, target_modules=GATED, init_lora_weights=False)
         strong = get_peft_model(seed.new_backbone(), LoraConfig(**how))
         strong.save_pretrained(folder / name, save_embedding_layers=False)
-    unified = unify_adapters(put(folder, recipe | dict(settings={"finetune.epochs": 0})))
+    unified = unify_adapters(put(folder, recipe))
     assert unified.model.settings.form == "evidence"
     for name, shares in own_shares(unified).items():
         assert shares[name] > 0.85, shares
@@ -237,7 +255,7 @@ def test_of_some_thresholds_the_best_is_taken(answered):
     assert told["settings"]["router"]["seed_logit"] == settings.seed_logit
     assert len(told["thresholds"]) == len(tried)
     # each row is what the unified model would be, had the file named the threshold
-    named = dict(SETTINGS, finetune=dict(epochs=0), router=dict(seed_logit=-4.0))
+    named = dict(router=dict(seed_logit=-4.0))
     same = unify_adapters(put(folder, recipe | dict(settings=named, output="two"))).model
     for name, part in texts.items():
         assert tried.loc[-4.0, name] == module.measure(same, part, ["text"]).bits
@@ -264,7 +282,7 @@ def test_texts_that_thresholds_are_judged_on_made_no_routing_vectors(answered):
 )
 def test_no_threshold_is_tried_where_it_is_named_or_there_is_none(answered, settings):
     folder, recipe = answered
-    unified = unify_adapters(put(folder, recipe | dict(settings=settings | {"finetune.epochs": 0})))
+    unified = unify_adapters(put(folder, recipe | dict(settings=settings)))
     assert unified.thresholds is None
     assert not (folder / "one" / "report" / "thresholds.csv").exists()
     logit = unified.model.settings.seed_logit
@@ -438,7 +456,7 @@ def test_what_is_left_open_follows_the_pool(world):
     config = open_adapters(put(*world)).public.config
     assert config.proxies.number < config.proxies.candidates <= 70
     assert config.routing.public_samples <= 60  # so that some are left to judge by
-    given = dict(SETTINGS, proxies=dict(candidates=30, number=5))
+    given = dict(proxies=dict(candidates=30, number=5))
     config = open_adapters(put(world[0], world[1] | dict(settings=given))).public.config
     assert (config.proxies.candidates, config.proxies.number) == (30, 5)
 
