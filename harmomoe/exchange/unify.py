@@ -35,7 +35,7 @@ from ..data.texts import load_texts, text_dataset, text_files
 from ..describe.public import Public
 from .adopt import adopt, average_others, chat_template, example_domain
 from .convert import Expert, find_adapter, read_adapter, same_model
-from .transformers import save_transformers
+from .transformers import Card, hub_name, save_transformers
 from ..models.evaluate import measure
 from ..models.model import Model
 from ..models.observe import Routing, observe_routing
@@ -88,11 +88,17 @@ class Recipe:
     # of the weights; None is the base's own, or float32
     dtype: Literal["float32", "bfloat16", "float16", None] = None
     max_length: int | None = None  # tokens of a text; None is the base's own, or 512
+    # for the model card, licences above all; base and adapters that are on the hub it names anyway
+    card: Card = Card()
 
     def __post_init__(self):
         if not self.adapters:
             raise ValueError("adapters are none: name one at least")
         check_names(self.adapters)
+        known = ["seed", *self.adapters]
+        for name in (*self.card.licenses, *self.card.sources):
+            if name not in known:
+                raise ValueError(f"card names {name!r:.80}, but there are {', '.join(known)}")
 
 # %% ../../nbs/exchange/05_unify.ipynb #21d6bbe5
 def _placed(place: str, home: Path, where: str) -> str:
@@ -454,11 +460,19 @@ def unify(self: Adapters) -> Unified:
     model = Server(chosen.public, server.folder).unify()
     unified = Unified(chosen, model, output / "model", tried)
     shutil.rmtree(output / "report", ignore_errors=True)  # of another model
-    save_transformers(unified.model, unified.folder)
+    save_transformers(unified.model, unified.folder, _card(self.recipe))
     _write_report(unified, output / "report")
     return unified
 
 # %% ../../nbs/exchange/05_unify.ipynb #c0571014
+def _card(recipe: Recipe) -> Card:
+    "What the file says for the model card, and which of its places are on the hub."
+    places = {name: adapter.source for name, adapter in recipe.adapters.items()}
+    sources = {name: place for name, place in places.items() if hub_name(place)}
+    base = recipe.card.base_model or hub_name(recipe.base)
+    return replace(recipe.card, base_model=base, sources=sources | recipe.card.sources)
+
+
 def _write_report(unified: Unified, folder: Path) -> None:
     "Tables for people, and all of it for programs."
     tables = dict(taken=unified.adapters.taken(), report=unified.report())

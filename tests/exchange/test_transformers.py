@@ -34,6 +34,7 @@ from harmomoe.exchange.transformers import (
     Card,
     dense_seed,
     from_transformers,
+    hub_name,
     model_card,
     push_to_hub,
     save_transformers,
@@ -329,6 +330,34 @@ def test_a_card_without_knowledge_names_no_base_and_no_licence(unified):
     assert ModelCard(model_card(model)).data.base_model == ["org/base-1B"]
     model.seed.name = "somewhere/on/a/disk"
     assert ModelCard(model_card(model)).data.base_model is None
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (dict(license="Apache 2.0"), "license is 'Apache 2.0', but must be as the hub writes it"),
+        (dict(licenses={"law": "MIT"}), "licenses say 'MIT' for law, but must be as the hub"),
+        (dict(licenses={"law": ""}), "licenses say '' for law"),
+    ],
+)
+def test_a_licence_that_the_hub_does_not_write_so_is_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        Card(**given)
+
+
+def test_a_card_names_hub_repositories_once_and_without_revisions(unified):
+    sources = {"law": "some/body@v1", "medicine": "some/body@v2"}
+    card = ModelCard(model_card(unified(), Card("org/base@main", sources=sources)))
+    assert card.data.base_model == ["org/base", "some/body"]
+    assert "| law | 4 | unknown | some/body@v1 |" in card.text
+
+
+def test_a_place_that_is_here_is_no_name_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert hub_name("org/base-1B@v2") == "org/base-1B"
+    (tmp_path / "org" / "base-1B").mkdir(parents=True)
+    for place in ("org/base-1B", "embedded-text", "smollm2", "/org/base", "a/b/c"):
+        assert hub_name(place) is None
 
 
 @pytest.mark.parametrize("field", ["licenses", "sources"])

@@ -10,6 +10,7 @@ import torch
 import yaml
 from exchange.small_decoders import GATED, moved
 from helpers import tree
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 import harmomoe.exchange.unify as module
@@ -129,6 +130,28 @@ def test_adapters_are_taken_as_they_are_unless_the_file_asks_for_training(world,
     assert distance(unify_adapters(put(folder, recipe))) < 1e-5
     trained = unify_adapters(put(folder, recipe | dict(settings=TRAINED, output="two")))
     assert distance(trained) > 1e-3
+
+
+def test_the_model_card_says_what_the_file_says_and_what_is_on_the_hub(world, monkeypatch):
+    folder, recipe = world
+    here = {"org/base": "base", "somebody/sums@v1": "sums"}
+    for name in ("open_seed", "find_adapter"):
+        found = getattr(module, name)
+        lies = lambda place, found=found, **how: found(str(folder / here.get(place, place)), **how)
+        monkeypatch.setattr(module, name, lies)
+    recipe["adapters"]["sums"]["source"] = "somebody/sums@v1"
+    known = dict(licenses=dict(seed="apache-2.0", sums="mit"), license="other", about="For tests.")
+    unify_adapters(put(folder, recipe | dict(base="org/base", card=known)))
+    card = ModelCard.load(folder / "one" / "model" / "README.md")
+    assert card.data.base_model == ["org/base", "somebody/sums"]
+    assert card.data.license == "other" and "lora" in card.data.tags
+    rows = [line for line in card.text.splitlines() if line.startswith("| ")][1:]
+    assert rows == [
+        "| seed | none | apache-2.0 | the base model |",
+        "| sums | 2 | mit | somebody/sums@v1 |",
+        "| towns | 3 | unknown | unknown |",
+    ]
+    assert "For tests." in card.text and str(folder) not in card.text
 
 
 def test_what_was_done_is_not_done_again(world):
@@ -354,6 +377,15 @@ def with_data(recipe, data):
         (lambda r: change(r, adapters={}), "adapters are none"),
         (lambda r: change(r, adapters=["sums"]), "adapters is"),
         (lambda r: change(r, others="drop"), "others is 'drop'"),
+        (lambda r: change(r, card=dict(licence="mit")), "field 'card.licence'. Did you mean 'lice"),
+        (
+            lambda r: change(r, card=dict(license="MIT")),
+            "card.license is 'MIT', but must be as the",
+        ),
+        (
+            lambda r: change(r, card=dict(licenses=dict(sum="mit"))),
+            "card names 'sum', but there are seed, sums, towns",
+        ),
         (lambda r: change(r, adapters={"seed": dict(source="sums", data="x")}), "'seed'"),
         (lambda r: change(r, adapters={"a/b": dict(source="sums", data="x")}), "'a/b'"),
         (lambda r: change_sums(r, promts=[]), "adapters.sums: unknown field 'promts'. Did you"),
