@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import harmomoe.models.unified  # noqa: F401 (its models can be loaded)
 from harmomoe.base.artefacts import stages_run
+from harmomoe.bench.experiment import read_config
 from harmomoe.config.settings import preset
 from harmomoe.models.evaluate import BITS, measure
 from harmomoe.models.model import load_model
@@ -45,6 +46,7 @@ def parameters(tiny_decoder, tiny_texts):
         data=str(tiny_texts),
         clients=",".join(DOMAINS),
         pool="sayings",
+        part="",
         settings=SETTINGS,
         methods="zeroshot,experts,btm,model_soup,btx,flexolmo,unrestricted_moe",
         threads=1,
@@ -102,7 +104,9 @@ def test_table_has_a_row_a_method_a_column_a_domain_and_the_models_numbers(
     for row in told["accuracy"].values():
         assert all(row[name]["n"] == row["joint"]["domains"][name]["n"] == 10 for name in DOMAINS)
         assert row["public"]["texts"] == 1 and row["public"]["bits"] > 0
-    assert parameters.items() <= told["parameters"].items()
+    assert (
+        told["parameters"].items() >= {k: v for k, v in parameters.items() if k != "part"}.items()
+    )
     assert told["parameters"]["preset"] is None  # that of the seed
     assert told["seed_model"] == open_seed(str(tiny_decoder)).identity
     assert (folder / "table.md").read_text().count("\n") == len(METHODS) + 2
@@ -194,6 +198,40 @@ def test_passages_of_the_package_are_continued_and_measured_in_bits(parameters, 
     assert list(space["by_token"]) == header[1:]
     # nobody asks a passage which class it is of
     assert '"answer":"text"' not in (tmp_path / "out" / "report.html").read_text()
+
+
+# ---- a part of the data
+
+PART = dict(train=200, test=40, pool=2000)
+
+
+@pytest.mark.parametrize(
+    "given, sizes, top_k, number",
+    [
+        (dict(), PART, 2, 50),
+        (dict(settings="router.top_k=1"), PART, 1, 50),
+        (dict(settings="reading.train=30, proxies.number=20"), PART | dict(train=30), 2, 20),
+        (dict(settings="mine.yaml"), PART | dict(test=10), 1, 50),
+        (dict(part=""), dict.fromkeys(PART), 2, 150),
+        (dict(part="", settings="router.top_k=1"), dict.fromkeys(PART), 1, 150),
+        (dict(quick=60, settings="router.top_k=1"), dict.fromkeys(PART), 1, 12),
+    ],
+    ids=str,
+)
+def test_a_part_is_taken_whatever_other_settings_are_changed(
+    given, sizes, top_k, number, run_cells, monkeypatch, tmp_path
+):
+    (tmp_path / "mine.yaml").write_text("reading: {test: 10}\nrouter: {top_k: 1}\n")
+
+    def opened(*names, settings, quick, **others):
+        raise InterruptedError(read_config("embedded-text", settings, 0, quick))
+
+    monkeypatch.setattr("harmomoe.bench.experiment.open_experiment", opened)
+    with pytest.raises(InterruptedError) as caught:
+        run_cells(RUN_NLP, given)
+    [(config, reading)] = caught.value.args
+    assert {name: getattr(reading, name) for name in PART} == sizes
+    assert (config.router.top_k, config.proxies.number) == (top_k, number)
 
 
 # ---- what is refused

@@ -256,7 +256,7 @@ def open_experiment(
     out: str | Path | None = None,  # folder of the results; None is made of the names
     random_state: Annotated[int, RANDOM_STATES] = 0,  # of everything random
     preset: str | None = None,  # of settings; None is that of the seed
-    settings: str | None = "",  # as in `read_config`; None are none
+    settings: str = "",  # as in `read_config`
     router: Literal["preset", "paper", "ratios", "evidence", None] = None,  # see `read_config`
     methods: str = "",  # systems to compare with, separated by commas
     device: str = "cpu",  # torch device
@@ -271,7 +271,7 @@ def open_experiment(
     _check_place(names, device, out)
     _prepare(device, threads)
     own_data, own_preset = _defaults(backbone, texts)
-    asked = settings or "", random_state, quick, router, epsilon
+    asked = settings, random_state, quick, router, epsilon
     config, reading = read_config(preset or own_preset, *asked)
     place = data or own_data, clients, pool, quick or reading.limit
     source = Source(backbone, weights, *place, device, reading, group)

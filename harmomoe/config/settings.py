@@ -468,24 +468,26 @@ def _flat(changes: dict, prefix: str = "") -> dict:
 
 # %% ../../nbs/config/00_settings.ipynb #11bd8d62
 def read_settings(
-    # "stage.field=value, ...", of which the last for a field counts, or the name of a YAML file
+    # "stage.field=value" or the name of a YAML file, or several, with commas between them; the last
+    # for a field counts
     text: str,
 ) -> dict:  # for `changed`
     "What a notebook's parameter `settings` says. Raises `ValueError` for what is neither."
-    if text.endswith((".yaml", ".yml")):
-        if not Path(text).is_file():
-            raise ValueError(f"settings: there is no file {text}.")
-        return _read_yaml(text)
     found = {}
-    for part in filter(str.strip, text.split(",")):
+    for part in filter(None, map(str.strip, text.split(","))):
         name, equals, value = map(str.strip, part.partition("="))
-        if not equals:
-            raise ValueError(f"settings: {part.strip()!r} is no 'stage.field=value'.")
-        found[name] = _value(value)
+        if part.endswith((".yaml", ".yml")):
+            found |= _flat(_read_yaml(part))
+        elif not equals:
+            raise ValueError(f"settings: {part!r} is no 'stage.field=value'.")
+        else:
+            found[name] = _value(value)
     return found
 
 
 def _read_yaml(file: str) -> dict:
+    if not Path(file).is_file():
+        raise ValueError(f"settings: there is no file {file}.")
     try:
         found = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError) as error:  # or no UTF-8, or a number of 5000 digits

@@ -449,6 +449,17 @@ def test_a_yaml_file_is_read(name, tmp_path):
     assert config.proxies == preset("embedded").proxies
 
 
+def test_a_file_may_stand_among_others_and_the_last_for_a_field_counts(tmp_path):
+    file, more = tmp_path / "mine.yaml", tmp_path / "more.yml"
+    file.write_text("proxies:\n  number: 7\n  candidates: 70\nexpert: {rank: 2}\n")
+    more.write_text("proxies: {candidates: 80}\n")
+    text = f"proxies.number=5, expert.epochs=3, {file}, {more}, expert.rank=4"
+    config = changed(Config(), read_settings(text))
+    assert (config.proxies.number, config.proxies.candidates) == (7, 80)
+    assert (config.expert.rank, config.expert.epochs) == (4, 3)
+    assert changed(Config(), read_settings(f"{file}, proxies.number=5")).proxies.number == 5
+
+
 def test_all_settings_can_be_written_to_a_file_and_read_again(tmp_path):
     file = tmp_path / "all.yaml"
     for name in PRESETS:
