@@ -17,6 +17,7 @@ NOTEBOOKS = Path(__file__).resolve().parent.parent / "nbs"
 LONG = ["server", "client", "bench", "describe", "baselines", "audit"]
 FOUND = sorted(NOTEBOOKS.glob("*/**/[0-9][0-9]_*.ipynb"))
 COMPONENTS = sorted(FOUND, key=lambda path: (*LONG, path.parent.name).index(path.parent.name))
+GUIDES = [NOTEBOOKS / "guides" / f"{name}.ipynb" for name in ("own_adapters", "serving")]
 WITH_SLOW_CELLS = [path for path in COMPONENTS if "#| slow" in path.read_text(encoding="utf-8")]
 IMPORTED = ["accelerate", "datasets", "matplotlib.pyplot", "nbdev.test", "open_clip", "pandas"]
 IMPORTED += ["peft", "sklearn.linear_model", "torch", "transformers"]
@@ -26,6 +27,7 @@ def run_notebook(notebook, printed, flags):
     "Run it in this process, which ends with 1 if a cell fails; what it says goes to a file."
     from nbdev.test import nbdev_test
 
+    sys.path.insert(0, "")  # as in a kernel: what a page writes it can import
     with open(printed, "w", buffering=1) as file:
         for stream in (1, 2):  # what a library or a child writes, too
             os.dup2(file.fileno(), stream)
@@ -66,3 +68,11 @@ def test_notebook_runs(notebook, forks, tmp_path):
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot fork")
 def test_notebook_runs_with_its_slow_cells(notebook, forks, tmp_path):
     check(notebook, "slow", forks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guide", GUIDES, ids=identifier)
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot fork")
+def test_guide_runs_and_its_assertions_hold(guide, forks, tmp_path):
+    "About two minutes each: one trains adapters, the other starts a server."
+    check(guide, "", forks, tmp_path)
