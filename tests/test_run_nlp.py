@@ -46,7 +46,6 @@ def parameters(tiny_decoder, tiny_texts):
         data=str(tiny_texts),
         clients=",".join(DOMAINS),
         pool="sayings",
-        part="",
         settings=SETTINGS,
         methods="zeroshot,experts,btm,model_soup,btx,flexolmo,unrestricted_moe",
         threads=1,
@@ -104,9 +103,7 @@ def test_table_has_a_row_a_method_a_column_a_domain_and_the_models_numbers(
     for row in told["accuracy"].values():
         assert all(row[name]["n"] == row["joint"]["domains"][name]["n"] == 10 for name in DOMAINS)
         assert row["public"]["texts"] == 1 and row["public"]["bits"] > 0
-    assert (
-        told["parameters"].items() >= {k: v for k, v in parameters.items() if k != "part"}.items()
-    )
+    assert told["parameters"].items() >= parameters.items()
     assert told["parameters"]["preset"] is None  # that of the seed
     assert told["seed_model"] == open_seed(str(tiny_decoder)).identity
     assert (folder / "table.md").read_text().count("\n") == len(METHODS) + 2
@@ -215,6 +212,9 @@ PART = dict(train=200, test=40, pool=2000)
         (dict(part=""), dict.fromkeys(PART), 2, 150),
         (dict(part="", settings="router.top_k=1"), dict.fromkeys(PART), 1, 150),
         (dict(quick=60, settings="router.top_k=1"), dict.fromkeys(PART), 1, 12),
+        (dict(data="mine"), dict.fromkeys(PART), 2, 150),
+        (dict(backbone="mine"), dict.fromkeys(PART), 2, 150),
+        (dict(data="mine", part="reading.test=7"), dict.fromkeys(PART) | dict(test=7), 2, 150),
     ],
     ids=str,
 )

@@ -579,7 +579,7 @@ ODD = dict(
         "no.yaml",
         "reading.dtype=1",
     ],
-    part=[5, 2.5, True, None],
+    part=[5, 2.5, True],
     router=[5, True, None, "best", "Paper", ""],
     methods=[5, True, None, "fedavg", "btm,fedavg", "btm;btx"],
     device=[5, True, None, "tpu", "cuda:99", "", "CPU", "cpu:x", "meta"],
