@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from ..models.evaluate import Measured, details, in_bits, read_measured, summary
+from ..models.evaluate import BITS, Measured, details, in_bits, read_measured, summary
 
 # %% ../../nbs/bench/00_intervals.ipynb #31b96f1c
 def percentages(
@@ -118,6 +118,8 @@ def over_samples(
         each = [details(row) for row in rows]
         shown[label] = {column: text([one[column] for one in each]) for column in each[0]}
     shown = pd.DataFrame(shown).T.rename_axis("method")
+    if in_bits(next(iter(found.values()))[0]) == [BITS]:  # a pool of plain text beside questions
+        shown = shown.rename(columns={"public": BITS})
     if reference is not None:
         shown[f"against {reference}"] = [
             "" if label == reference else _difference_text(rows, found[reference], digits)

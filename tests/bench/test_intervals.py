@@ -184,3 +184,10 @@ def test_tables_have_intervals_over_random_states_where_there_are_enough():
     assert shown.loc["first", "average"] == over_samples(few).loc["first", "average"]
     assert shown["against first"].tolist() == ["+31.2", ""]
     assert list(shown) == list(over_states)
+
+
+@pytest.mark.parametrize("own", [Accuracy(3, 4), BitsPerByte(9.0, 10, 1)], ids=["choices", "text"])
+def test_the_public_column_has_one_name_whatever_the_interval_is_over(own):
+    measured = Measured(dict(x=own), {}, (BitsPerByte(9.0, 10, 1),))
+    results = {"p": [measured.counts] * 3}
+    assert list(over_samples(results)) == list(with_intervals(percentages(results)))
