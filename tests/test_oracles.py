@@ -4,6 +4,7 @@ kept, and routers that nobody can tell anything are refused."""
 from pathlib import Path
 
 import pytest
+import torch
 
 from harmomoe.base.artefacts import stages_run
 from harmomoe.models.evaluate import measure, read_measured
@@ -74,6 +75,40 @@ def test_at_once_every_layer_takes_the_last_ones_decision(
             assert found.equal(weights) or alone
             assert not alone or found[..., 1:].eq(0).all()
     assert not any(layer.router._forward_hooks for layer in model.layers)
+
+
+def test_each_image_goes_where_it_is_sent(ran, parameters, tiny_benchmark):
+    given = {k: v for k, v in parameters.items() if k != "random_states"}
+    experiment = ran["open_experiment"]("oracles", texts=False, **given)
+    model, test = experiment.server.unify(), tiny_benchmark.clients[0].test
+    seed, kinds = model.seed, ["seed", "b", "a"]
+    wanted = [kinds[row % 3] for row in range(len(test))]
+    read = lambda: torch.cat(
+        [seed.hidden(model.backbone, b) for b in seed.batches(test, batch_size=5)]
+    )
+    with torch.no_grad():
+        with ran["sent"](model, wanted):
+            found = read()
+        for kind in kinds:
+            rows = [row for row, own in enumerate(wanted) if own == kind]
+            with model.only(kind):
+                torch.testing.assert_close(found[rows], read()[rows], atol=1e-5, rtol=1e-5)
+    assert not any(layer.router._forward_hooks for layer in model.layers)
+
+
+def test_the_classifier_has_seen_all_images(ran, parameters, tiny_benchmark):
+    given = {k: v for k, v in parameters.items() if k != "random_states"}
+    experiment = ran["open_experiment"]("oracles", texts=False, **given)
+    benchmark = experiment.benchmark
+    named = ran["named_by_all"](experiment.public, benchmark)
+    tests = {client.name: client.test for client in benchmark.clients}
+    tests["seed"] = benchmark.pool.test
+    assert {name: len(said) for name, said in named.items()} == {
+        name: len(test) for name, test in tests.items()
+    }
+    for name, said in named.items():  # more often right than a guess
+        right = said.count(name) / len(said)
+        assert right > 1 / 3 and right == ran["found"][0]["named"][name]
 
 
 def test_a_second_run_computes_nothing(ran, parameters, run_cells):

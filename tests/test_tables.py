@@ -78,7 +78,7 @@ def test_settings_are_those_that_were_asked_for(ran):
     assert (base.expert.epochs, base.proxies.candidates, base.proxies.number) == (1, 40, 12)
     chosen = {row.config.random_state for row in ran["unique"]}
     assert chosen == {0, 1}
-    rate = ran["methods"]["moa"].config.finetune.learning_rate
+    rate = ran["systems"]["moa"].config.finetune.learning_rate
     assert rate == 3e-2 != base.finetune.learning_rate
 
 
@@ -109,6 +109,19 @@ def test_rows_of_an_earlier_run_are_not_run_again(ran, published, parameters, ru
     assert (tmp_path / "rows.json.gz").read_bytes() == published.read_bytes()
 
 
+def test_some_systems_and_some_tables(ran, published, parameters, run_cells, tmp_path):
+    asked = dict(methods="btm", ablations="context, what is kept", known=str(published))
+    some = run_cells(TABLES, parameters | asked | dict(out=str(tmp_path)))
+    for name, lines in some["results"].items():
+        assert lines == {label: ran["results"][name][label] for label in lines}
+    routers = "paper's router", "released code", "density ratios"
+    routers = [f"harmomoe, {router}" for router in routers]
+    assert list(some["results"]) == ["methods", "context", "what is kept"]
+    assert list(some["results"]["methods"]) == ["zeroshot", "btm", "harmomoe", *routers]
+    with pytest.raises(ValueError, match="needs gates"):
+        run_cells(TABLES, parameters | asked | dict(preset="ratios"))
+
+
 @pytest.mark.slow
 def test_costs(ran, parameters, run_cells):
     run_cells(TABLES, parameters | dict(ablations="none", costs=True))
@@ -122,7 +135,8 @@ def test_costs(ran, parameters, run_cells):
 @pytest.mark.parametrize(
     "wrong, said",
     [
-        (dict(ablations="some"), "ablations is 'some', but must be all, headline or none"),
+        (dict(ablations="context, some"), "ablations: no table 'some'; there are selection, con"),
+        (dict(methods="btm, vote"), "methods: no method 'vote'; there are experts, "),
         (dict(random_states=0), "random_states is 0, but must be at least 1"),
         (dict(settings="proxies.candidates=1000"), "candidates is 1000, but the pool has 90 sa"),
         (dict(random_state=3), "unknown parameter 'random_state'. Did you mean 'random_states'"),
