@@ -4,10 +4,9 @@ kept, and routers that nobody can tell anything are refused."""
 from pathlib import Path
 
 import pytest
-import torch
 
 from harmomoe.base.artefacts import stages_run
-from harmomoe.models.evaluate import measure, read_measured
+from harmomoe.models.evaluate import judge_each, measure, read_measured
 from harmomoe.models.model import Model
 from harmomoe.models.weights import open_seed
 
@@ -77,23 +76,25 @@ def test_at_once_every_layer_takes_the_last_ones_decision(
     assert not any(layer.router._forward_hooks for layer in model.layers)
 
 
-def test_each_image_goes_where_it_is_sent(ran, parameters, tiny_benchmark):
+def test_each_image_goes_where_the_classifier_sends_it(ran, parameters):
     given = {k: v for k, v in parameters.items() if k != "random_states"}
     experiment = ran["open_experiment"]("oracles", texts=False, **given)
-    model, test = experiment.server.unify(), tiny_benchmark.clients[0].test
-    seed, kinds = model.seed, ["seed", "b", "a"]
-    wanted = [kinds[row % 3] for row in range(len(test))]
-    read = lambda: torch.cat(
-        [seed.hidden(model.backbone, b) for b in seed.batches(test, batch_size=5)]
-    )
-    with torch.no_grad():
-        with ran["sent"](model, wanted):
-            found = read()
-        for kind in kinds:
-            rows = [row for row, own in enumerate(wanted) if own == kind]
-            with model.only(kind):
-                torch.testing.assert_close(found[rows], read()[rows], atol=1e-5, rtol=1e-5)
-    assert not any(layer.router._forward_hooks for layer in model.layers)
+    benchmark, model = experiment.benchmark, experiment.server.unify()
+    way = "by a classifier of all images"
+    tests = {client.name: client.test for client in benchmark.clients}
+    tests["seed"] = benchmark.pool.test
+    truth = {name: [name] * len(test) for name, test in tests.items()}
+    case = ran["Case"](model, None, truth)
+    everything = ran["judged"](case, benchmark, "told everything")
+    assert ran["judged"](case, benchmark, way) == everything
+    kinds, test, space = ["seed", "b", "a"], tests["a"], dict(own=benchmark.clients[0].classes)
+    case.named = truth | dict(a=[kinds[row % 3] for row in range(len(test))])
+    right = []
+    for kind in kinds:
+        with model.only(kind):
+            right.append(judge_each(model, test, space)["own"])
+    mixed = sum(right[row % 3][row].correct for row in range(len(test)))
+    assert read_measured(ran["judged"](case, benchmark, way)).domains["a"].correct == mixed
 
 
 def test_the_classifier_has_seen_all_images(ran, parameters, tiny_benchmark):
