@@ -391,6 +391,9 @@ class Connection(Streaming):
         self.begun = False
         if self.path not in PATHS:
             return self._refuse(404, f"there is nothing at {one_line(self.path)}.")
+        # any page that a browser on this machine has open may send forms and plain text here
+        if (kind := self.headers.get_content_type()) != "application/json":
+            return self._refuse(415, f"a request is application/json, not {one_line(kind)}.")
         try:
             request = self._read()
             reply = Reply(request.model or self.server.served.name, PATHS[self.path])

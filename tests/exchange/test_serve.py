@@ -25,6 +25,7 @@ from harmomoe.moe.router import RouterSettings
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}>"
 ALONE = os.environ | dict(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HEAD = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 SAID = [dict(role="user", content="What do bees make?")]
 
 
@@ -308,22 +309,28 @@ def test_what_is_no_request_is_refused_and_the_server_goes_on(server):
     assert server.send("/v1/embeddings", dict(input="a"))[0] == 404
     assert server.send("/v1/nothing")[0] == 404
     with socket.create_connection(("127.0.0.1", server.port), 20) as line:
-        line.sendall(
-            f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n".encode()
-        )
+        line.sendall(f"{HEAD}Content-Length: 99999999\r\n\r\n".encode())
         assert line.recv(99).startswith(b"HTTP/1.1 413")
     with socket.create_connection(("127.0.0.1", server.port), 20) as line:
-        line.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        line.sendall(f"{HEAD}\r\n".encode())
         assert line.recv(99).startswith(b"HTTP/1.1 400")
     assert server("/health") == dict(status="ok")
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/x"])
+def test_what_a_page_of_another_site_may_send_is_refused(server, kind):
+    body = json.dumps(dict(prompt="a", max_tokens=2))
+    status, _, text = server.send(TEXT, raw=body, headers={"Content-Type": kind})
+    assert status == 415 and f"application/json, not {kind}" in json.loads(text)["error"]["message"]
+    exact = {"Content-Type": "application/json; charset=utf-8"}
+    assert server.send(TEXT, raw=body, headers=exact)[0] == 200
 
 
 def test_a_client_that_leaves_ends_its_answer_and_no_other(server):
     body = json.dumps(dict(prompt="a", max_tokens=100, temperature=0, stream=True))
     for _ in range(3):
         with socket.create_connection(("127.0.0.1", server.port), 20) as line:
-            head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-            line.sendall((head + body).encode())
+            line.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n{body}".encode())
             assert line.recv(20).startswith(b"HTTP/1.1 200")
     assert server.text() == server.text()
 
