@@ -326,6 +326,14 @@ def test_what_a_page_of_another_site_may_send_is_refused(server, kind):
     assert server.send(TEXT, raw=body, headers=exact)[0] == 200
 
 
+def test_no_page_of_another_site_is_permitted_to_send_json(server):
+    asked = "Origin: http://a.b\r\nAccess-Control-Request-Method: POST\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), 20) as line:
+        line.sendall(f"OPTIONS {TEXT} HTTP/1.1\r\nHost: x\r\n{asked}\r\n".encode())
+        said = line.recv(999)
+    assert said.startswith(b"HTTP/1.1 501") and b"access-control" not in said.lower()
+
+
 def test_a_client_that_leaves_ends_its_answer_and_no_other(server):
     body = json.dumps(dict(prompt="a", max_tokens=100, temperature=0, stream=True))
     for _ in range(3):
