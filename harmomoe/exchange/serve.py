@@ -6,8 +6,8 @@ Docs: https://harmomoe.github.io/harmomoe/exchange/serve.html.md"""
 
 # %% auto #0
 __all__ = ['ROOM', 'PATHS', 'Request', 'plain_message', 'prompt_tokens', 'Speaker', 'Written', 'Served', 'sampling', 'has_ended',
-           'write', 'Form', 'Reply', 'Handler', 'Answering', 'Streaming', 'Connection', 'open_served', 'new_server',
-           'main']
+           'write', 'has_left', 'means_here', 'Form', 'Reply', 'Handler', 'Answering', 'Streaming', 'Connection',
+           'open_served', 'new_server', 'main']
 
 # %% ../../nbs/exchange/06_serve.ipynb #b8d4aa5b
 import argparse
@@ -21,8 +21,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
+from socket import MSG_PEEK, socket
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import torch
 from transformers import (
@@ -242,6 +246,30 @@ def write(
     full = new == how["max_new_tokens"] and not ended
     return Written("length" if full else "stop", read, new, shares)
 
+# %% ../../nbs/exchange/06_serve.ipynb #a8f849f6
+def has_left(
+    line: socket,  # to a client that has sent its request and waits
+) -> bool:
+    "Whether the client has closed its end. Raises `ConnectionError` where the line is broken."
+    with DefaultSelector() as waiting:
+        waiting.register(line, EVENT_READ)
+        return bool(waiting.select(0)) and not line.recv(1, MSG_PEEK)
+
+
+def means_here(
+    host: str,  # the header `Host` of a request, without or with a port
+    names: list[str],  # that mean this machine, besides its addresses and localhost; "*": any
+) -> bool:
+    "Whether a request was meant for this machine, by the name that it was asked by."
+    try:
+        name = urlsplit(f"//{host}").hostname or "localhost"  # programs may leave it out
+        if {"*", name} & {"localhost", *names}:
+            return True
+        ip_address(name)
+    except ValueError:  # neither a name nor an address, or a name that anybody may have
+        return False
+    return True
+
 # %% ../../nbs/exchange/06_serve.ipynb #6f8e3d81
 class Form:
     "What every answer to a request says of itself."
@@ -322,6 +350,20 @@ class Handler(BaseHTTPRequestHandler):
         kind = "invalid_request_error" if status < 500 else "server_error"
         self._send(status, dict(error=dict(message=str(why), type=kind, code=status)))
 
+    def parse_request(self) -> bool:
+        "Whether there is a request to answer; else it was refused."
+        if not super().parse_request():
+            return False
+        host = self.headers.get("Host", "")
+        if means_here(host, self.server.names):
+            return True
+        self._refuse(403, f"{one_line(host)} is no name of this machine: see --allow-host.")
+        return False
+
+# %% ../../nbs/exchange/06_serve.ipynb #e180a6b0
+class Answering(Handler):
+    "One connection, on which requests are answered."
+
     def do_GET(self) -> None:
         "Whether the server is well, and which models there are."
         served = self.server.served
@@ -334,10 +376,6 @@ class Handler(BaseHTTPRequestHandler):
         names = {served.name: known} | {f"{served.name}:{one}": [one] for one in known}
         data = [dict(id=name, **about, members=members) for name, members in names.items()]
         self._send(200, dict(object="list", data=data))
-
-# %% ../../nbs/exchange/06_serve.ipynb #e180a6b0
-class Answering(Handler):
-    "One connection, on which requests are answered."
 
     def _read(self) -> Request:
         "The request. Raises `ValueError`, or `BufferError` if it is too long to be read."
@@ -356,7 +394,19 @@ class Answering(Handler):
 
 # %% ../../nbs/exchange/06_serve.ipynb #31c11575
 class Streaming(Answering):
-    "One connection, which may hear its answer in pieces."
+    "One connection, which hears its answer whole or in pieces."
+
+    def _whole(self, request: Request, reply: Reply) -> dict:
+        "The answer at once. Raises `ConnectionError` if the client does not wait for it."
+        pieces = []
+
+        def say(text: str) -> None:
+            if has_left(self.connection):
+                raise ConnectionResetError
+            pieces.append(text)
+
+        written = write(self.server.served, request, say)
+        return reply.whole("".join(pieces), written)
 
     def _event(self, value: dict | str) -> None:
         text = value if isinstance(value, str) else json.dumps(value)
@@ -399,9 +449,7 @@ class Connection(Streaming):
             reply = Reply(request.model or self.server.served.name, PATHS[self.path])
             if request.stream:
                 return self._stream(request, reply)
-            pieces = []
-            written = write(self.server.served, request, pieces.append)
-            self._send(200, reply.whole("".join(pieces), written))
+            self._send(200, self._whole(request, reply))
         except (ConnectionError, TimeoutError):
             self.close_connection = True  # the client has gone
         except BufferError as error:
@@ -449,10 +497,13 @@ def new_server(
     served: Served,
     host: str = "127.0.0.1",  # address to listen on
     port: int = 8000,  # 0: any that is free
+    names: list[str] | None = None,  # of this machine, if requests may give others than localhost
 ) -> ThreadingHTTPServer:  # `serve_forever` starts it, `shutdown` ends it
     "A server for a model. Raises `OSError` if the port is taken."
     server = ThreadingHTTPServer((host, port), Connection)
     server.daemon_threads, server.served = True, served
+    alone = ip_address(server.server_address[0]).is_loopback
+    server.names = names or ([] if alone else ["*"])
     return server
 
 # %% ../../nbs/exchange/06_serve.ipynb #79a36cab
@@ -467,6 +518,9 @@ def main(
     parser.add_argument("--name", help="what clients call it (the folder's name)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0 for any (%(default)s)")
+    parser.add_argument(
+        "--allow-host", action="append", metavar="NAME", help="a further name of this machine"
+    )
     parser.add_argument("--device", default="cpu", help="torch device (%(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--chat-template", metavar="FILE", help="instead of the tokenizer's")
@@ -474,9 +528,9 @@ def main(
         "--merged", action="store_true", help="merge the experts anew for each answer"
     )
     given = vars(parser.parse_args(arguments))
-    host, port = given.pop("host"), given.pop("port")
+    host, port, names = map(given.pop, ("host", "port", "allow_host"))
     served = open_served(**given)
-    with new_server(served, host, port) as server:
+    with new_server(served, host, port, names) as server:
         members = ", ".join(served.model.config.experts)
         address = f"http://{host}:{server.server_address[1]}/v1"
         try:

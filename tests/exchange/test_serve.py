@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -17,7 +18,15 @@ from exchange.small_decoders import randomise
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 from transformers.utils.import_utils import is_serve_available
 
-from harmomoe.exchange.serve import Request, Speaker, open_served, write
+from harmomoe.exchange.serve import (
+    Request,
+    Served,
+    Speaker,
+    means_here,
+    new_server,
+    open_served,
+    write,
+)
 from harmomoe.exchange.transformers import save_transformers
 from harmomoe.models.unified import UnifiedModel
 from harmomoe.moe.router import RouterSettings
@@ -25,7 +34,7 @@ from harmomoe.moe.router import RouterSettings
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}>"
 ALONE = os.environ | dict(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-HEAD = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 SAID = [dict(role="user", content="What do bees make?")]
 
 
@@ -329,9 +338,49 @@ def test_what_a_page_of_another_site_may_send_is_refused(server, kind):
 def test_no_page_of_another_site_is_permitted_to_send_json(server):
     asked = "Origin: http://a.b\r\nAccess-Control-Request-Method: POST\r\n"
     with socket.create_connection(("127.0.0.1", server.port), 20) as line:
-        line.sendall(f"OPTIONS {TEXT} HTTP/1.1\r\nHost: x\r\n{asked}\r\n".encode())
+        line.sendall(f"OPTIONS {TEXT} HTTP/1.1\r\nHost: localhost\r\n{asked}\r\n".encode())
         said = line.recv(999)
     assert said.startswith(b"HTTP/1.1 501") and b"access-control" not in said.lower()
+
+
+def test_a_name_that_another_site_has_given_this_machine_is_refused(server):
+    for path, body in (("/health", None), (TEXT, dict(prompt="a", max_tokens=2))):
+        status, _, text = server.send(path, body, headers=dict(Host=f"evil.example:{server.port}"))
+        assert status == 403 and "evil.example" in json.loads(text)["error"]["message"]
+        for host in (f"localhost:{server.port}", "LOCALHOST", "127.0.0.1", "[::1]:8000"):
+            assert server.send(path, body, headers=dict(Host=host))[0] == 200, host
+
+
+@pytest.mark.parametrize(
+    "host, names, known",
+    [
+        ("", [], True),  # HTTP/1.0
+        ("10.0.0.7:8000", [], True),
+        ("localhost.evil.example", [], False),
+        ("127.0.0.1.evil.example", [], False),
+        ("evil.example@localhost", [], True),  # the name is what stands behind
+        ("localhost@evil.example", [], False),
+        ("[::1", [], False),
+        ("\0", [], False),
+        ("models.example:443", ["models.example"], True),
+        ("evil.example", ["models.example"], False),
+        ("evil.example", ["*"], True),
+    ],
+)
+def test_names_that_mean_this_machine(host, names, known):
+    assert means_here(host, names) == known
+
+
+def test_a_server_for_other_machines_answers_to_any_name_or_to_those_it_was_given(here):
+    served = Served(*here, "two")
+    for host, names, known in (
+        ("127.0.0.1", None, []),
+        ("0.0.0.0", None, ["*"]),
+        ("0.0.0.0", ["a.b"], ["a.b"]),
+        ("127.0.0.1", ["a.b"], ["a.b"]),
+    ):
+        with new_server(served, host, 0, names) as server:
+            assert server.names == known
 
 
 def test_a_client_that_leaves_ends_its_answer_and_no_other(server):
@@ -341,6 +390,34 @@ def test_a_client_that_leaves_ends_its_answer_and_no_other(server):
             line.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n{body}".encode())
             assert line.recv(20).startswith(b"HTTP/1.1 200")
     assert server.text() == server.text()
+
+
+def test_nothing_is_written_to_its_end_for_a_client_that_has_left(here, monkeypatch):
+    left, ended, ways = Event(), Event(), []
+
+    def watched(*given):
+        assert left.wait(20)
+        try:
+            return write(*given)
+        except BaseException as error:
+            ways.append(type(error))
+            raise
+        finally:
+            ended.set()
+
+    monkeypatch.setattr("harmomoe.exchange.serve.write", watched)
+    body = json.dumps(dict(prompt="a", max_tokens=100, temperature=0))
+    with new_server(Served(*here, "two"), port=0) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        with socket.create_connection(server.server_address, 20) as line:
+            line.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        left.set()
+        assert ended.wait(60)
+        line = HTTPConnection(*server.server_address, timeout=60)
+        line.request("POST", TEXT, body, {"Content-Type": "application/json"})
+        assert line.getresponse().status == 200
+        server.shutdown()
+    assert ways == [ConnectionResetError]
 
 
 def test_a_model_saved_by_this_library_is_served_too(unified, here, tmp_path):
