@@ -11,6 +11,7 @@ __all__ = ['MOST', 'Engine', 'Local', 'Processes', 'Ray', 'read_engine']
 import multiprocessing
 import os
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -59,6 +60,18 @@ def _quiet_worker(onednn: bool) -> None:
     disable_progress_bars()
 
 
+def _end_with_parent() -> None:
+    "Ends this process, whatever it computes, when its parent has: killed, it could tell nobody."
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _worker(onednn: bool) -> None:
+    "How a worker of `Processes` starts."
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _quiet_worker(onednn)
+
+
 def _chosen() -> bool:
     "Whether this process computes by oneDNN, which `faster_cpu` chose; workers do as it does."
     return torch.get_float32_matmul_precision() == "medium"
@@ -74,7 +87,7 @@ class Processes(Engine):
         "As every engine."
         results, spawn = [None] * len(tasks), multiprocessing.get_context("spawn")
         bar = tqdm(total=len(tasks), desc=label, smoothing=0)
-        with bar, ProcessPoolExecutor(self.number, spawn, _quiet_worker, (_chosen(),)) as pool:
+        with bar, ProcessPoolExecutor(self.number, spawn, _worker, (_chosen(),)) as pool:
             futures = {pool.submit(*task): index for index, task in enumerate(tasks)}
             try:
                 for future in as_completed(futures):

@@ -2,6 +2,7 @@
 
 import io
 import os
+import subprocess
 import sys
 import time
 
@@ -97,6 +98,29 @@ def test_an_error_is_said_before_what_still_runs_has_ended(tmp_path, monkeypatch
     with pytest.raises(ValueError, match="^so it is[.]$"):
         Processes(2).run([(until, tmp_path / "said"), (failing, "so it is.")], "failing")
     assert (tmp_path / "said-seen").exists()
+
+
+WAITING = """
+import time
+from harmomoe.base.engine import Processes
+
+def wait(number):
+    print("here", flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    Processes(2).run([(wait, 0), (wait, 1)], "waiting")
+"""
+
+
+def test_workers_end_with_a_process_that_is_killed(tmp_path):
+    "They hold its standard output, which is at its end when they have."
+    (tmp_path / "waiting.py").write_text(WAITING)
+    how = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    with subprocess.Popen([sys.executable, tmp_path / "waiting.py"], **how) as process:
+        assert [process.stdout.readline() for _ in range(2)] == [b"here\n"] * 2
+        process.kill()
+        assert process.communicate(timeout=60) == (b"", None)
 
 
 @engines
