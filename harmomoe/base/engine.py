@@ -76,7 +76,7 @@ def _chosen() -> bool:
     "Whether this process computes by oneDNN, which `faster_cpu` chose; workers do as it does."
     return torch.get_float32_matmul_precision() == "medium"
 
-
+# %% ../../nbs/base/04_engine.ipynb #a2e7259c
 @dataclass(frozen=True)
 class Processes(Engine):
     "Several processes of this machine, of one thread each."
