@@ -366,7 +366,7 @@ def test_rows_of_the_published_tables_are_found_by_todays_names(tmp_path):
     "Nothing is computed: neither seed nor data nor settings are others than those of the tables."
     file, source = SUMMARIES / "embedded" / "rows.json.gz", Source()
     rows = json.loads(gzip.decompress(file.read_bytes()))
-    assert read_rows(file, tmp_path) == len(rows) == 259
+    assert read_rows(file, tmp_path) == len(rows) == 335
     found = {}
     for name, stored in rows.items():
         inputs = stored["inputs"]
