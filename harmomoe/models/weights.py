@@ -9,6 +9,7 @@ __all__ = ['EMBEDDED', 'TO_SAFETENSORS', 'OPENAI_INTEGERS', 'GGUF_HEADER', 'GGUF
            'no_questions', 'check_gguf', 'open_decoder', 'open_seed']
 
 # %% ../../nbs/models/03_weights.ipynb #060666ce
+import difflib
 import struct
 import zipfile
 from contextlib import contextmanager
@@ -389,17 +390,27 @@ def _is_decoder(backbone: str) -> bool:
     if backbone.count("/") != 1 or backbone.startswith((".", "/")) or Path(backbone).exists():
         return False
     family = f"{backbone.partition('/')[0]}-"  # a slip in "ViT-B/16" is no name on the hub
-    return not any(name.startswith(family) for name in open_clip.list_models())
+    of_images = any(name.startswith(family) for name in open_clip.list_models())
+    return not of_images and _near(backbone) is None
+
+
+def _near(backbone: str) -> str | None:
+    "The model of open_clip that is nearly called so."
+    known = {name.lower(): name for name in open_clip.list_models()}
+    near = difflib.get_close_matches(backbone.replace("/", "-").lower(), known, 1, 0.8)
+    return known[near[0]] if near else None
 
 # %% ../../nbs/models/03_weights.ipynb #696679d2
 def _check_decoder(backbone: str, weights: str | None, prompt: str | None, workers: int) -> None:
     "ValueError for what is no language model, or has settings of an image seed."
     if not _is_decoder(backbone):
+        near = _near(backbone)
+        hint = f" Did you mean {near!r}?" if near else ""
         raise ValueError(
             f"backbone {backbone!r} is none of {', '.join(EMBEDDED)}, nor a folder with {CONFIG} "
             "or config.json, nor a model of open_clip (ViT-B/32, ViT-B/16, ...; "
             "open_clip.list_models() names them all), nor a language model on the Hugging Face "
-            "hub (owner/name)."
+            f"hub (owner/name).{hint}"
         )
     if weights or prompt:
         raise ValueError(f"{backbone} is a language model: leave out weights and prompt.")

@@ -547,6 +547,20 @@ def test_what_is_nothing_at_all_is_one_error_that_names_what_could_be(backbone, 
         open_decoder(backbone, **reading)
 
 
+@pytest.mark.parametrize("slip", ["ViT-Z/16", "vit-b/16", "ViT-B16", "ViT-B/17"])
+def test_a_slip_in_the_name_of_a_model_for_images_is_no_name_on_the_hub(slip):
+    with pytest.raises(ValueError, match=rf"'{slip}' is none of .* Did you mean 'ViT-\w-16'\?"):
+        open_seed(slip)
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-3B", "google/gemma-2b", "openai/gpt2"])
+def test_a_name_on_the_hub_is_no_slip(name, monkeypatch):
+    asked = []
+    monkeypatch.setattr(module, "open_decoder", lambda place, **reading: asked.append(place))
+    open_seed(name)
+    assert asked == [name]
+
+
 def test_folder_without_a_configuration_is_refused(tmp_path):
     said = "is none of .* nor a folder with open_clip_config.json or config.json"
     with pytest.raises(ValueError, match=said):
