@@ -48,6 +48,14 @@ def average_others(
     return averaged, [replace(expert, others={}) for expert in experts]
 
 # %% ../../nbs/exchange/04_adopt.ipynb #78009507
+def _random_proxies(client: Client) -> ProxySet:
+    "Random public samples, other ones for each name."
+    public, number = client.public, client.public.config.proxies.number
+    alike = np.ones((len(public.pool.train), 1))  # no embeddings are looked at
+    how = dict(random_state=client.random_state, pool_fingerprint=public.fingerprint)
+    return select_proxies(alike, alike[:, 0], number, method="random", **how)
+
+
 @dataclass(frozen=True, eq=False)
 class AdoptedClient(Client):
     "A client whose expert was trained elsewhere."
@@ -63,6 +71,12 @@ class AdoptedClient(Client):
     def training_data(self) -> tuple:
         "What stands for what the expert learnt from: private samples, and no proxies."
         return self.domain.train, None
+
+    @property
+    def proxies(self) -> ProxySet:
+        "As any client's where the server will learn from them, else random ones."
+        learnt = self.public.config.finetune.epochs
+        return super().proxies if learnt else _random_proxies(self)
 
     def bundle(
         self,
@@ -138,11 +152,8 @@ class NamedClient(AdoptedClient):
 
     @property
     def proxies(self) -> ProxySet:
-        "Random public samples, other ones for each name."
-        public, number = self.public, self.public.config.proxies.number
-        how = dict(random_state=self.random_state, pool_fingerprint=public.fingerprint)
-        alike = np.ones(len(public.embeddings))
-        return select_proxies(public.embeddings, alike, number, method="random", **how)
+        "Random public samples."
+        return _random_proxies(self)
 
     def routing_of(self, form: str) -> RoutingVectors:
         "Random numbers, other ones for each name."

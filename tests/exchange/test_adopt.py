@@ -142,6 +142,19 @@ def test_density_ratios_are_those_that_a_client_computes(tiny, own, form, tmp_pa
     assert torch.allclose(routing_of(bundle).biases, theirs.biases, atol=1e-4)
 
 
+def test_proxies_that_nobody_learns_from_are_random_and_cost_nothing(tiny, own, tmp_path):
+    public = tiny.public.with_config(changed(tiny.settings, {"finetune.epochs": 0}))
+    with stages_run() as ran:
+        bundle = read_bundle(adopt(own[1], tiny.a, public, tmp_path / "a"), public)
+    assert set(ran) == {"expert", "routing"}
+    fewer = replace(tiny.a, train=tiny.a.train.select(range(12)))
+    other = read_bundle(adopt(own[1], fewer, public, tmp_path / "fewer"), public)
+    named = read_bundle(adopt(own[1], tiny.a.name, public, tmp_path / "named"), public)
+    # nothing but the name decides
+    assert bundle.ids.tolist() == other.ids.tolist() == named.ids.tolist()
+    assert len(bundle.ids) == len(own[0].ids) and bundle.ids.tolist() != own[0].ids.tolist()
+
+
 def test_means_are_those_of_private_samples_alone(tiny, own, tmp_path):
     sent, expert = own
     found = routing_of(read_bundle(adopt(expert, tiny.a, tiny.public, tmp_path / "a"), tiny.public))
