@@ -75,8 +75,7 @@ class AdoptedClient(Client):
     @property
     def proxies(self) -> ProxySet:
         "As any client's where the server will learn from them, else random ones."
-        learnt = self.public.config.finetune.epochs
-        return super().proxies if learnt else _random_proxies(self)
+        return super().proxies if self.public.config.finetune.epochs else _random_proxies(self)
 
     def bundle(
         self,
