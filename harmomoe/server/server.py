@@ -270,7 +270,7 @@ def _kept(server: Server, working_set: int | None = None) -> Path:
         corrections = [asdict(one) for one in normalise(bundles, public)[1]]
         before = observe_routing(model, union)
         finetune(model, union, public, checkpoint=Checkpoint(unfinished(partial)))
-        after = observe_routing(model, union)
+        after = observe_routing(model, union) if model.losses else before
         if world().is_main:  # a large model need not be written to be thrown away
             write_model(model, partial)
         routed = dict(before=_as_json(before), after=_as_json(after))

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
@@ -117,8 +119,9 @@ def started(command, **environment):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    command = [sys.executable, "-m", "harmomoe.exchange.serve", str(folder), "--port", "0"]
-    process, port = started(command)
+    command = shutil.which("harmomoe-serve", path=sysconfig.get_path("scripts"))
+    assert command, "the package is not installed with its command"
+    process, port = started([command, str(folder), "--port", "0"])
     yield Asked(port)
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 0
