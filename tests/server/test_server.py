@@ -15,6 +15,7 @@ from harmomoe.base.places import fetch_folder
 from harmomoe.bundle.files import ADAPTER_FILES, FILES, StoredFactors, write_bundle
 from harmomoe.client.client import Client
 from harmomoe.config.settings import changed
+from harmomoe.data.domains import fingerprint
 from harmomoe.models.observe import observe_routing
 from harmomoe.models.training import Checkpoint
 from harmomoe.moe.stored import stored_rows
@@ -521,6 +522,26 @@ def test_routing_in_the_report_is_that_of_the_proxies(finished, tiny):
         wanted, found = observe_routing(model, data), getattr(report, when)
         for name in ("load", "entropy", "weight"):
             assert np.allclose(getattr(found, name), getattr(wanted, name), atol=1e-6)
+
+
+def test_of_many_proxies_routing_is_watched_on_some_and_once_if_nothing_is_learned(
+    serve, tiny, monkeypatch
+):
+    watched = []
+
+    def watch(model, data):
+        watched.append(data)
+        return observe_routing(model, data)
+
+    monkeypatch.setattr(module, "WATCHED", 3)
+    monkeypatch.setattr(module, "observe_routing", watch)
+    server = serve("abc", finetune__epochs=0)
+    report = server.report()
+    union = proxy_union(tiny.bundles, tiny.public)
+    spread = [0, (len(union) - 1) // 2, len(union) - 1]
+    assert len(union) > 3 and fingerprint(watched[0]) == fingerprint(union.select(spread))
+    assert len(watched) == 1
+    assert np.array_equal(report.before.load, report.after.load)
 
 
 def test_report_makes_the_model_if_it_is_not_there(serve, tmp_path):
