@@ -95,6 +95,12 @@ class HarmoMoEConfig(PreTrainedConfig):
             others.setdefault(name, getattr(self.text_config, name, None))
         super().__init__(**others)
 
+    def to_dict(self) -> dict:
+        "All fields but the place that the seed was read from: it is nobody else's business."
+        fields = super().to_dict()
+        fields["text_config"].pop("_name_or_path", None)
+        return fields
+
     def __getattr__(self, name: str) -> Any:  # called for what is not found here
         if name in SIZES:
             return getattr(self.text_config, name)

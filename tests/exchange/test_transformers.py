@@ -43,6 +43,7 @@ from harmomoe.exchange.transformers import (
 from harmomoe.models.decoder import DecoderSeed
 from harmomoe.models.model import load_model
 from harmomoe.models.unified import UnifiedModel
+from harmomoe.models.weights import open_seed
 from harmomoe.moe.router import RouterSettings
 
 
@@ -113,6 +114,18 @@ def test_there_and_back(family, tied, unified, tokenizer, tmp_path):
     with torch.no_grad():
         again.layers[0].a["gate_proj"].zero_()
     assert torch.equal(logits_of(opened), logits_of(model.backbone))  # experts were copied
+
+
+def test_a_delivered_folder_does_not_say_where_it_was_made(unified, tmp_path):
+    place = tmp_path / "a place of mine"
+    place.mkdir()
+    unified().seed.save(place)
+    model = UnifiedModel(open_seed(str(place)), *EXPERTS.values())
+    folder = save_transformers(model, place / "delivered")
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    loaded.save_pretrained(tmp_path / "again")
+    for file in (*folder.iterdir(), *(tmp_path / "again").iterdir()):
+        assert b"place of mine" not in file.read_bytes(), file.name
 
 
 def test_a_delivered_model_of_mixed_precision_keeps_its_logits(unified, tmp_path):
