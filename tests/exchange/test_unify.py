@@ -5,6 +5,7 @@ import shutil
 import warnings
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -268,7 +269,7 @@ def test_of_some_thresholds_the_best_is_taken(answered):
     folder, recipe = answered
     unified = unify_adapters(put(folder, recipe))
     tried, texts = unified.thresholds, unified.adapters.judged_on
-    assert [*tried.index] == [-0.5, *module.LOGITS]
+    assert [*tried.index] == [*module.LOGITS]
     assert [*tried.columns] == ["sums", "towns", module.PUBLIC, "mean"]
     settings = unified.adapters.public.config.router
     assert settings.seed_logit == tried["mean"].idxmin()
@@ -284,14 +285,18 @@ def test_of_some_thresholds_the_best_is_taken(answered):
         assert tried.loc[-4.0, name] == module.measure(same, part, ["text"]).bits
 
 
-def test_texts_that_thresholds_are_judged_on_made_no_routing_vectors(answered):
+@pytest.mark.parametrize("number", [17, 40, 60])
+def test_texts_that_thresholds_are_judged_on_made_no_routing_vectors(number, answered):
     folder, recipe = answered
+    for name, text in KINDS.items():
+        rows = [dict(text=text.format(i, i * i)) for i in range(number)]
+        write_rows(folder / f"{name}.jsonl", rows)
     adapters = open_adapters(put(folder, recipe))
     seen = {name: domain.train for name, domain in adapters.domains.items()}
     seen[module.PUBLIC] = adapters.public.sample
     for name, part in adapters.judged_on.items():
         whole = lambda one: {p + a for p, a in zip(one["prompt"], one["answer"])}
-        assert len(part) >= module.LEAST and not whole(part) & whole(seen[name])
+        assert len(part) >= module.FEWEST and not whole(part) & whole(seen[name])
 
 
 @pytest.mark.parametrize(
@@ -312,9 +317,36 @@ def test_no_threshold_is_tried_where_it_is_named_or_there_is_none(answered, sett
     assert logit == (-1.0 if "seed_logit" in str(settings) else -0.5)
 
 
-def test_prompts_alone_cannot_judge(world):
-    assert not open_adapters(put(*world)).judged_on
-    assert unify_adapters(put(*world)).thresholds is None
+def few(answered):
+    "The file with as many texts of each kind as are all seen."
+    folder, recipe = answered
+    for name, text in KINDS.items():
+        rows = [dict(text=text.format(i, i * i)) for i in range(module.SMALL)]
+        write_rows(folder / f"{name}.jsonl", rows)
+    return folder, recipe
+
+
+@pytest.mark.parametrize("examples", ["prompts", "a few texts"])
+def test_where_no_text_is_held_out_public_text_alone_tells(examples, request):
+    prompts = examples == "prompts"
+    world = request.getfixturevalue("world" if prompts else "answered")
+    unified = unify_adapters(put(*(world if prompts else few(world))))
+    if not prompts:
+        seen = [len(domain.train) for domain in unified.adapters.domains.values()]
+        assert seen == [module.SMALL] * 2
+    tried = unified.thresholds
+    assert [*tried.columns] == [module.PUBLIC, "mean"] and [*tried.index] == [*module.LOGITS]
+    bits, taken = tried[module.PUBLIC], unified.model.settings.seed_logit
+    assert bits[taken] <= 1.01 * bits[-0.5]
+    assert all(bits[logit] > 1.01 * bits[-0.5] for logit in bits.index if logit < taken)
+
+
+def test_the_lowest_threshold_is_taken_that_costs_public_text_no_more_than_a_hundredth():
+    bits = pd.Series([1.0, 1.02, 1.01, 1.2, 1.3], [*module.LOGITS])
+    assert module._best(pd.DataFrame({module.PUBLIC: bits, "mean": bits})) == -4.0
+    judged = pd.DataFrame({"sums": bits[::-1].values, module.PUBLIC: bits}, bits.index)
+    assert module._best(judged.assign(mean=judged.mean(axis=1))) == -4.0
+    assert module._best(judged.assign(mean=[2, 1, 3, 4, 5])) == -2.0
 
 
 # Under a chat template
