@@ -366,7 +366,8 @@ def _described(client: Client, form: str, expert: Path) -> RoutingVectors:
     def build(partial):
         in_seed = None if form == "mean" else public.means(form)
         given = load_expert(public.seed, expert), *client.training_data, public.sample, in_seed
-        found = client_routing(form, public.seed, *given, **config.looks(form))
+        shown = public.label(f"{client.domain.name}: samples in its expert")
+        found = client_routing(form, public.seed, *given, **config.looks(form), progress=shown)
         save_routing({form: found}, partial)
 
     return load_routing(keep(client.folder, "routing", inputs, build))[form]

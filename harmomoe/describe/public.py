@@ -85,7 +85,8 @@ def means(
     inputs = dict(public=fingerprint(self.sample), seed=seed.identity, form=form, **looks)
 
     def build(partial):
-        found = form_means(form, seed, seed.backbone, self.sample, **looks)
+        shown = self.label("public samples in the seed")
+        found = form_means(form, seed, seed.backbone, self.sample, progress=shown, **looks)
         np.save(partial / "means.npy", found.numpy())
 
     path = stage(Path(self.folder, f"means-{digest(inputs)[:12]}"), "means", inputs, build)

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from ..base.schema import all_finite, one_line, read_tensors
 from ..data.samples import expert_data
@@ -104,12 +105,12 @@ def layer_means(
     data: Dataset,  # the samples
     batch_size: int | None = None,  # None is the seed's own choice
     spread: bool = False,  # append the standard deviation over tokens
-    # of the router's context: with "prompt" only the prompts' tokens count
-    reach: str = "sequence",
+    reach: str = "sequence",  # of the router's context; with "prompt" only prompts count
     # append both for the hidden activation that the seed's own FFN has there, of size m
     hidden: bool = False,
     number: int = 0,  # of beginnings that stand for each context, in a row; 0: the whole does
     horizon: float = 0.0,  # of the beginnings, as for `beginnings`
+    progress: str = "",  # what a progress bar says; empty: none
 ) -> Tensor:  # float32 [layers, n, d], with spread [layers, n, 2 d], or 2 (d + m); on the CPU
     """The samples' means at the input of each FFN. Raises `FloatingPointError` if one is not
     finite, and `ValueError` for spreads of beginnings."""
@@ -121,10 +122,11 @@ def layer_means(
     # as the router that looks at it computes it
     statistic = (token_moments if hidden else _mean_and_spread) if spread else token_mean
     given = seed, hidden, _weighted if number else statistic, masks, means
-    ffns = [backbone.get_submodule(path) for path in seed.layers]
+    ffns = map(backbone.get_submodule, seed.layers)
     handles = [ffn.register_forward_pre_hook(_noting(i, *given)) for i, ffn in enumerate(ffns)]
     try:
-        for batch, rows in zip(batches, order.split(batches.batch_size)):
+        rows_of = order.split(batches.batch_size)
+        for batch, rows in zip(tqdm(batches, progress, disable=not progress), rows_of):
             mask = seed.token_mask(batch, reach)
             masks[:] = [beginnings(mask, number, horizon, rows) if number else mask]
             seed.hidden(backbone, batch)
@@ -343,6 +345,7 @@ def form_means(
     reach: str = "sequence",  # of the router's context, as in `layer_means`
     number: int = 1,  # of beginnings of each sample, where beginnings are taken
     horizon: float = 0.0,  # of these, as for `beginnings`
+    progress: str = "",  # what a progress bar says; empty: none
     # float32 [layers, n, d]; for "moments" [layers, n, 2 d], for "activation" [layers, n, d + m],
     # for "evidence" and "density" [layers, n, 2 (d + m)]
 ) -> Tensor:
@@ -350,7 +353,7 @@ def form_means(
     contexts or, for a density ratio of what is being written, of beginnings."""
     _check_form(form)
     hidden = form == "density" or FORMS[form][1] > 0
-    wanted = dict(spread=form in WHOLE, hidden=hidden)
+    wanted = dict(spread=form in WHOLE, hidden=hidden, progress=progress)
     if reach == "prefix" and form != "mean":
         wanted |= dict(number=number, horizon=horizon)
     return layer_means(seed, backbone, data, reach=reach, **wanted)
@@ -364,7 +367,7 @@ def client_routing(
     proxies: Dataset | None = None,  # its proxies, or None; only the form "mean" uses them
     public: Dataset | None = None,  # samples of the public pool; "mean" does not use them
     in_seed: Tensor | None = None,  # `form_means` of `public` in the seed, if they are at hand
-    **how,  # how samples are looked at: reach, number and horizon, as for `form_means`
+    **how,  # how samples are looked at: reach, number, horizon, progress, as for `form_means`
 ) -> RoutingVectors:  # what the client sends
     "A client's routing vectors, from private data and proxies."
     if form == "mean":

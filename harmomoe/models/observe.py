@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from datasets import Dataset
+from tqdm import tqdm
 
 from .unified import UnifiedModel
 
@@ -50,13 +51,15 @@ def observe_routing(
     model: UnifiedModel,  # a unified model
     data: Dataset,  # columns of `SEEN`
     batch_size: int | None = None,  # None is the seed's own choice
+    progress: str = "",  # what a progress bar says; empty: none
 ) -> Routing:  # load, entropy and weight by layer
     "Run the model over a data set and record where its tokens go."
     watches = [_Watch(len(model.experts)) for _ in model.layers]
     routers = [layer.router for layer in model.layers]
     handles = [router.register_forward_hook(watch) for router, watch in zip(routers, watches)]
     try:
-        for batch in model.seed.batches(data, batch_size=batch_size):
+        batches = model.seed.batches(data, batch_size=batch_size)
+        for batch in tqdm(batches, progress, disable=not progress):
             model.seed.hidden(model.backbone, batch)
     finally:
         for handle in handles:

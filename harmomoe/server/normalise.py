@@ -84,7 +84,9 @@ def claim(
 
     def build(partial):
         try:
-            own = form_means(form, seed, bundle.expert(seed).backbone, public.sample, **looks)
+            shown = public.label(f"{bundle.client}: public samples in its expert")
+            own = bundle.expert(seed).backbone
+            own = form_means(form, seed, own, public.sample, **looks, progress=shown)
         except FloatingPointError:
             raise ValueError(
                 f"the expert of {bundle.client} gives numbers that are not finite on public "

@@ -273,9 +273,10 @@ def _kept(server: Server, working_set: int | None = None) -> Path:
         corrections = [asdict(one) for one in normalise(bundles, public)[1]]
         some = np.linspace(0, len(union) - 1, min(WATCHED, len(union))).astype(int)
         watched = union.select(some)
-        before = observe_routing(model, watched)
+        shown = public.label("watching routing")
+        before = observe_routing(model, watched, progress=shown)
         finetune(model, union, public, checkpoint=Checkpoint(unfinished(partial)))
-        after = observe_routing(model, watched) if model.losses else before
+        after = observe_routing(model, watched, progress=shown) if model.losses else before
         if world().is_main:  # a large model need not be written to be thrown away
             write_model(model, partial)
         routed = dict(before=_as_json(before), after=_as_json(after))

@@ -126,6 +126,14 @@ def test_ratios_of_growing_contexts_come_from_beginnings_and_all_else_from_the_w
     assert torch.allclose(found, layer_means(*args), atol=1e-6)
 
 
+def test_progress_is_shown_where_it_has_a_name(tiny_seed, images, capsys):
+    args = "logistic", tiny_seed, tiny_seed.backbone, images
+    quiet = form_means(*args)
+    assert not capsys.readouterr().err
+    assert torch.equal(form_means(*args, progress="public samples"), quiet)
+    assert "public samples: 100%" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("private, number", [(3, 4), (8, 4), (20, 2), (60, 1)])
 def test_private_texts_have_no_more_beginnings_than_the_public_sample(
     private, number, tiny_seed, tiny_benchmark, monkeypatch

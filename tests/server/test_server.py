@@ -529,9 +529,9 @@ def test_of_many_proxies_routing_is_watched_on_some_and_once_if_nothing_is_learn
 ):
     watched = []
 
-    def watch(model, data):
+    def watch(model, data, **how):
         watched.append(data)
-        return observe_routing(model, data)
+        return observe_routing(model, data, **how)
 
     monkeypatch.setattr(module, "WATCHED", 3)
     monkeypatch.setattr(module, "observe_routing", watch)
