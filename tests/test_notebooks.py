@@ -23,10 +23,20 @@ IMPORTED = ["accelerate", "datasets", "matplotlib.pyplot", "nbdev.test", "open_c
 IMPORTED += ["peft", "sklearn.linear_model", "torch", "transformers"]
 
 
-def run_notebook(notebook, printed, flags):
+def share_example(folder):
+    "The pages of `baselines` work in one folder: what one page's clients did, the next finds."
+    from harmomoe.baselines import method
+
+    made = method.example
+    method.example = lambda own: made(folder)
+
+
+def run_notebook(notebook, printed, flags, shared):
     "Run it in this process, which ends with 1 if a cell fails; what it says goes to a file."
     from nbdev.test import nbdev_test
 
+    if notebook.parent.name == "baselines":
+        share_example(shared)
     sys.path.insert(0, "")  # as in a kernel: what a page writes it can import
     with open(printed, "w", buffering=1) as file:
         for stream in (1, 2):  # what a library or a child writes, too
@@ -43,10 +53,17 @@ def forks():
     return context
 
 
-def check(notebook, flags, forks, folder):
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory):
+    "A folder of all test workers."
+    own = tmp_path_factory.getbasetemp()
+    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "baselines"
+
+
+def check(notebook, flags, forks, folder, shared):
     "Fails with what the notebook printed, unless it runs."
     printed = folder / "printed.txt"
-    child = forks.Process(target=run_notebook, args=(notebook, printed, flags))
+    child = forks.Process(target=run_notebook, args=(notebook, printed, flags, shared))
     child.start()
     child.join()
     said = printed.read_text(errors="replace") if printed.exists() else ""
@@ -59,20 +76,20 @@ def identifier(path):
 
 @pytest.mark.parametrize("notebook", COMPONENTS, ids=identifier)
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot fork")
-def test_notebook_runs(notebook, forks, tmp_path):
-    check(notebook, "", forks, tmp_path)
+def test_notebook_runs(notebook, forks, tmp_path, shared):
+    check(notebook, "", forks, tmp_path, shared)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("notebook", WITH_SLOW_CELLS, ids=identifier)
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot fork")
-def test_notebook_runs_with_its_slow_cells(notebook, forks, tmp_path):
-    check(notebook, "slow", forks, tmp_path)
+def test_notebook_runs_with_its_slow_cells(notebook, forks, tmp_path, shared):
+    check(notebook, "slow", forks, tmp_path, shared)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("guide", GUIDES, ids=identifier)
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot fork")
-def test_guide_runs_and_its_assertions_hold(guide, forks, tmp_path):
+def test_guide_runs_and_its_assertions_hold(guide, forks, tmp_path, shared):
     "About two minutes each: one trains adapters, the other starts a server."
-    check(guide, "", forks, tmp_path)
+    check(guide, "", forks, tmp_path, shared)
