@@ -325,6 +325,14 @@ def _put(partial: Path, path: Path) -> None:
             else:
                 old.rename(path)  # the new folder could not be moved into place
 
+# %% ../../nbs/base/01_artefacts.ipynb #7c1f0a52
+def _as_new_files(folder: Path) -> None:
+    "Files get the mode of new ones: safetensors makes its own for their owner alone."
+    mode = folder.stat().st_mode & 0o666
+    for file in folder.rglob("*.safetensors"):
+        if not file.is_symlink():
+            file.chmod(mode)
+
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
@@ -336,6 +344,7 @@ def _replacing(path: Path) -> Iterator[Path]:
         with writing(path, partial):
             yield partial
         with writing(path):
+            _as_new_files(partial)
             _put(partial, path)
     finally:
         _delete(partial)

@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from ..base.engine import end_with_parent
 from ..baselines.method import AllData, Rounds
 from .compare import Row, find_method, public_of
 from ..client.client import Client
@@ -97,7 +98,8 @@ def server_costs(
         )
 
     def alone(*task):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, spawn, end_with_parent) as pool:
             return pool.submit(*task).result()
 
     served = alone(_serve, row, source, Path(folder), Path(model_folder))

@@ -316,10 +316,10 @@ def batches(
 
 @patch
 def similar_together(self: DecoderSeed, dataset: Dataset) -> list[int]:
-    "Rows in the order of the texts' lengths."
+    "Rows in the order of the texts' lengths: the longest first, so that what is left takes less."
     pairs = zip(dataset["prompt"], dataset["answer"])
     lengths = [len(prompt) + len(answer) for prompt, answer in pairs]
-    return sorted(range(len(dataset)), key=lengths.__getitem__)
+    return sorted(range(len(dataset)), key=lengths.__getitem__, reverse=True)
 
 # %% ../../nbs/models/02_decoder.ipynb #5b6a593c
 def _inner(backbone: nn.Module) -> nn.Module:

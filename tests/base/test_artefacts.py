@@ -85,6 +85,24 @@ def test_block_that_raises_leaves_nothing_new_and_the_old_folder_as_it_was(tmp_p
         assert [path.name for path in tmp_path.iterdir()] == (["made"] if before else [])
 
 
+def test_weights_may_be_read_by_whom_other_files_may(tmp_path):
+    "safetensors makes files that only their owner may read; who serves a model may be another."
+    with artefacts.atomic_directory(tmp_path / "model") as folder:
+        (folder / "parts").mkdir()
+        (folder / "config.json").touch()
+        for place in (folder, folder / "parts"):
+            save_file({"a": torch.ones(2)}, place / "model.safetensors")
+    (tmp_path / "elsewhere").write_bytes(b"")
+    with artefacts.atomic_directory(tmp_path / "linked") as folder:
+        (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "elsewhere").chmod(0o600)
+    mode = lambda path: path.stat().st_mode & 0o777
+    files = [path for path in (tmp_path / "model").rglob("*") if path.is_file()]
+    assert len(files) == 3 and {mode(path) for path in files} == {mode(files[0])}
+    assert mode(tmp_path / "model" / "model.safetensors") == mode(tmp_path / "model/config.json")
+    assert mode(tmp_path / "elsewhere") == 0o600  # what a link points at is not ours
+
+
 def test_folder_is_replaced_as_a_whole(tmp_path):
     for name in ("first", "second"):
         with atomic_directory(tmp_path / "made") as partial:

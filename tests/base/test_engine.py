@@ -102,20 +102,25 @@ def test_an_error_is_said_before_what_still_runs_has_ended(tmp_path, monkeypatch
 
 WAITING = """
 import time
-from harmomoe.base.engine import Processes
+from concurrent.futures import ProcessPoolExecutor as Pool
+from multiprocessing import get_context
+from harmomoe.base.engine import Processes, end_with_parent
 
 def wait(number):
     print("here", flush=True)
     time.sleep(600)
 
 if __name__ == "__main__":
-    Processes(2).run([(wait, 0), (wait, 1)], "waiting")
+    {}
 """
+POOL = """with Pool(2, get_context("spawn"), end_with_parent) as pool:
+        list(pool.map(wait, (0, 1)))"""
 
 
-def test_workers_end_with_a_process_that_is_killed(tmp_path):
+@pytest.mark.parametrize("work", ['Processes(2).run([(wait, 0), (wait, 1)], "waiting")', POOL])
+def test_workers_end_with_a_process_that_is_killed(work, tmp_path):
     "They hold its standard output, which is at its end when they have."
-    (tmp_path / "waiting.py").write_text(WAITING)
+    (tmp_path / "waiting.py").write_text(WAITING.format(work))
     how = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     with subprocess.Popen([sys.executable, tmp_path / "waiting.py"], **how) as process:
         assert [process.stdout.readline() for _ in range(2)] == [b"here\n"] * 2
