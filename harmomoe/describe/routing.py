@@ -11,7 +11,7 @@ __all__ = ['SHORTEST', 'NARROWEST', 'SHARPEST', 'FILE', 'PARTS', 'beginnings', '
 
 # %% ../../nbs/describe/04_routing.ipynb #8d613401
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,13 +64,13 @@ def _hidden(seed: Seed, layer: int, z: Tensor) -> Tensor:
     return seed.ffn.hidden(ffn, *(getattr(ffn, name)(z) for name in seed.ffn.inner))
 
 
-def _noting(layer: int, seed: Seed, hidden: bool, statistic: Callable, masks: list, means: list):
-    "A hook that notes what enters the FFN of a layer."
+def _noting(layer: int, seed: Seed, hidden: bool, statistic: Callable, now: dict, means: Tensor):
+    "A hook that notes what enters the FFN of a layer, at the places of the samples of now."
 
     def note(module, inputs):
         seen = [inputs[0], _hidden(seed, layer, inputs[0])] if hidden else [inputs[0]]
-        parts = [statistic(x, masks[-1]) for x in seen]
-        means[layer].append(torch.cat(parts, -1).float().cpu())
+        parts = [statistic(x, now["mask"]) for x in seen]
+        means[layer, now["places"]] = torch.cat(parts, -1).float().cpu()
 
     return note
 
@@ -78,24 +78,52 @@ def _noting(layer: int, seed: Seed, hidden: bool, statistic: Callable, masks: li
 SHORTEST = 4  # tokens
 
 
+def _lengths(tokens: Tensor, rows: Tensor, number: int) -> Tensor:
+    "How many of its tokens, int64 [B], each beginning has of some rows of all: [B, number]."
+    place = rows[:, None] * number + torch.arange(1, number + 1, dtype=torch.float64)
+    u = place * (math.sqrt(5) - 1) / 2 % 1  # evenly spread, whatever the number
+    tokens = tokens[:, None]
+    shortest = tokens.clamp(max=SHORTEST)
+    return (shortest * (tokens / shortest.clamp(min=1)) ** u).floor().long()
+
+
 def beginnings(
     mask: Tensor,  # bool [B, T], True for the tokens of each context
     number: int = 1,  # of beginnings of each context
     horizon: float = 0.0,  # tokens after which a token counts e times less; 0: all count alike
     rows: Tensor | None = None,  # int64 [B], which samples these are of all; None: the first
+    tokens: Tensor | None = None,  # int64 [B], of whole contexts; None: the mask has them whole
 ) -> Tensor:  # float32 [B, number, T], what each token counts: 1 together, if there are any
     "The first tokens of each context: `SHORTEST` or more of them, if it has so many."
     rows = torch.arange(len(mask)) if rows is None else rows
-    place = rows[:, None] * number + torch.arange(1, number + 1, dtype=torch.float64)
-    u = (place * (math.sqrt(5) - 1) / 2 % 1).to(mask.device)  # evenly spread, whatever the number
-    u = u[..., None]
-    tokens, nth = mask.sum(1)[:, None, None], mask.cumsum(1)[:, None]
-    shortest = tokens.clamp(max=SHORTEST)
-    most = (shortest * (tokens / shortest.clamp(min=1)) ** u).floor()
+    tokens = mask.sum(1) if tokens is None else tokens
+    most = _lengths(tokens.cpu(), rows, number)[..., None].to(mask.device)
+    nth = mask.cumsum(1)[:, None]
     weights = (mask[:, None] & (nth <= most)).double()
     if horizon:
         weights = weights * ((nth - most).clamp(max=0) / horizon).exp()
     return (weights / weights.sum(2, keepdim=True).clamp(min=1)).float()
+
+# %% ../../nbs/describe/04_routing.ipynb #5be0c7d1
+def _in_order(seed: Seed, data: Dataset, reach: str, number: int) -> tuple[Tensor, Tensor | None]:
+    "Rows in the order in which a pass takes them; of beginnings, the tokens of each row, too."
+    if not number:
+        return torch.tensor(seed.similar_together(data)), None
+    tokens = torch.cat([seed.token_mask(batch, reach).sum(1).cpu() for batch in seed.batches(data)])
+    longest = _lengths(tokens, torch.arange(len(tokens)), number).amax(1)
+    return longest.argsort(descending=True, stable=True), tokens
+
+
+def _looked_at(
+    seed: Seed, batch: dict, reach: str, rows: Tensor, tokens: Tensor | None, *how
+) -> tuple[dict, dict]:
+    "A batch as far as it is looked at; what its tokens count, and the places of their means."
+    if tokens is None:
+        return batch, dict(mask=seed.token_mask(batch, reach), places=rows)
+    places = (rows[:, None] * how[0] + torch.arange(how[0])).flatten()
+    batch = seed.shortened(batch, _lengths(tokens[rows], rows, how[0]).amax(1))
+    mask = beginnings(seed.token_mask(batch, reach), *how, rows, tokens[rows])
+    return batch, dict(mask=mask, places=places)
 
 # %% ../../nbs/describe/04_routing.ipynb #e51d0004
 @torch.no_grad()
@@ -116,25 +144,25 @@ def layer_means(
     finite, and `ValueError` for spreads of beginnings."""
     if number and spread:
         raise ValueError("spreads are those of whole contexts: leave number at 0.")
-    means, masks, data = [[] for _ in seed.layers], [], _reached(data, reach)
-    order = torch.tensor(seed.similar_together(data))
+    data, now = _reached(data, reach), {}
+    order, tokens = _in_order(seed, data, reach, number)
     batches = seed.batches(data.select(order.tolist()), batch_size=batch_size)
     # as the router that looks at it computes it
     statistic = (token_moments if hidden else _mean_and_spread) if spread else token_mean
-    given = seed, hidden, _weighted if number else statistic, masks, means
+    size = (seed.width + hidden * seed.hidden_width) * (1 + spread)
+    means = torch.empty(len(seed.layers), len(data) * max(number, 1), size)
+    given = seed, hidden, _weighted if number else statistic, now, means
     ffns = map(backbone.get_submodule, seed.layers)
     handles = [ffn.register_forward_pre_hook(_noting(i, *given)) for i, ffn in enumerate(ffns)]
     try:
         rows_of = order.split(batches.batch_size)
         for batch, rows in zip(tqdm(batches, progress, disable=not progress), rows_of):
-            mask = seed.token_mask(batch, reach)
-            masks[:] = [beginnings(mask, number, horizon, rows) if number else mask]
+            batch, seen = _looked_at(seed, batch, reach, rows, tokens, number, horizon)
+            now.update(seen)
             seed.hidden(backbone, batch)
     finally:
         for handle in handles:
             handle.remove()
-    as_given = lambda z: z.unflatten(0, (len(order), -1))[order.argsort()].flatten(0, 1)
-    means = torch.stack([as_given(torch.cat(parts)) for parts in means])
     check_finite(dict(representations=means), "the model")
     return means
 
@@ -201,7 +229,9 @@ def mean_routing(
     means: Tensor,  # float32 [layers, n, d], from `layer_means`
 ) -> RoutingVectors:  # their mean, summed in float64
     "Routing vectors of the paper's form."
-    return RoutingVectors(means.double().mean(1).float(), torch.zeros(len(means)), "mean")
+    return RoutingVectors(
+        means.mean(1, dtype=torch.float64).float(), torch.zeros(len(means)), "mean"
+    )
 
 # %% ../../nbs/describe/04_routing.ipynb #af315e9d
 FILE, PARTS = "routing_vectors.safetensors", ("vectors", "biases")
@@ -255,24 +285,36 @@ def _checked(form: str, tensors: dict[str, Tensor], path: Path) -> RoutingVector
         raise ValueError(f"{path}, form {form!r}: {error}") from None
 
 # %% ../../nbs/describe/04_routing.ipynb #e51d0005
-def _check_samples(positives: Tensor, negatives: Tensor, parts: int, penalty: float) -> None:
+def _several(means: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    return [means] if isinstance(means, Tensor) else means
+
+
+def _check_samples(
+    positives: Tensor, negatives: Tensor | Sequence[Tensor], parts: int, penalty: float
+) -> None:
     "Raises `ValueError` for what no regression in each layer can be made of."
-    shapes = positives.shape, negatives.shape
+    shapes = [tuple(means.shape) for means in (positives, *_several(negatives))]
     if (
         any(len(shape) != 3 or not all(shape) or shape[2] % parts for shape in shapes)
-        or shapes[0][::2] != shapes[1][::2]
+        or len({shape[::2] for shape in shapes}) > 1
     ):
         raise ValueError(
-            f"means must be [layers, n, d] with the same layers and d, but are {tuple(shapes[0])} "
-            f"and {tuple(shapes[1])}."
+            "means must be [layers, n, d] with the same layers and d, but are "
+            f"{' and '.join(map(str, shapes))}."
         )
     if penalty <= 0:
         raise ValueError(f"penalty is {penalty}, but must be positive.")
 
+
+def _layers(positives: Tensor, negatives: Tensor | Sequence[Tensor]) -> Iterator[Tensor]:
+    "Private means and then public ones, layer by layer: all of them once more would take too much."
+    return map(torch.cat, zip(positives, *_several(negatives)))
+
 # %% ../../nbs/describe/04_routing.ipynb #c657fab1
 def logistic_routing(
     positives: Tensor,  # float32 [layers, n, d], means of the client's samples, from `layer_means`
-    negatives: Tensor,  # float32 [layers, N, d], means of public samples
+    # float32 [layers, N, d], means of public samples, or several such
+    negatives: Tensor | Sequence[Tensor],
     # weight of half the squared norm of the standardised coefficients, against the mean log loss
     penalty: float = 0.005,
     # what the means are of: "logistic", or "moments" or "activation" with spreads or hidden
@@ -285,10 +327,9 @@ def logistic_routing(
     if form not in ("logistic", "moments", "activation"):
         raise ValueError(f"form is {form!r}, but must be logistic, moments or activation.")
     _check_samples(positives, negatives, FORMS[form][0], penalty)
-    label = np.arange(positives.shape[1] + negatives.shape[1]) < positives.shape[1]
     vectors, biases = [], []
-    for private, public in zip(positives, negatives):
-        x = torch.cat([private, public]).double().numpy()
+    for together in _layers(positives, negatives):
+        x, label = together.double().numpy(), np.arange(len(together)) < positives.shape[1]
         center, scale = x.mean(0), x.std(0) + 1e-6
         how = dict(class_weight="balanced", tol=1e-6, max_iter=1000)
         model = LogisticRegression(C=1 / (penalty * len(x)), **how)
@@ -305,13 +346,13 @@ def public_units(
     in_seed: Tensor,  # float32 [layers, N, s], `form_means` of public samples in the seed
 ) -> tuple[Tensor, Tensor]:  # float32 [layers, s] each: mean, and standard deviation
     "The units in which the form evidence counts. A deviation is at least a millionth."
-    exact = in_seed.double()
-    return exact.mean(1).float(), (exact.std(1, correction=0) + 1e-6).float()
+    spread = torch.stack([means.double().std(0, correction=0) for means in in_seed])
+    return in_seed.mean(1, dtype=torch.float64).float(), (spread + 1e-6).float()
 
 
 def evidence_routing(
     positives: Tensor,  # float32 [layers, n, s], `form_means` of the client's samples
-    negatives: Tensor,  # float32 [layers, N, s], of public samples
+    negatives: Tensor | Sequence[Tensor],  # float32 [layers, N, s], of public samples, or several
     center: Tensor,  # float32 [layers, s], from `public_units`
     scale: Tensor,  # float32 [layers, s], from `public_units`
     # weight of half the squared norm of the coefficients, against the mean log loss
@@ -325,10 +366,10 @@ def evidence_routing(
             f"units must be {list(positives.shape[::2])}, layers and numbers, but are "
             f"{tuple(center.shape)} and {tuple(scale.shape)}."
         )
-    label = np.arange(positives.shape[1] + negatives.shape[1]) < positives.shape[1]
     vectors, biases = [], []
-    for private, public, *units in zip(positives, negatives, center, scale):
-        x = with_squares(torch.cat([private, public]), *units).numpy()  # float32 is enough
+    for together, *units in zip(_layers(positives, negatives), center, scale):
+        x = with_squares(together, *units).numpy()  # float32 is enough
+        label = np.arange(len(x)) < positives.shape[1]
         model = LogisticRegression(C=1 / (penalty * len(x)), class_weight="balanced", max_iter=1000)
         with threadpool_limits(1, "blas"):
             model.fit(x, label)
@@ -380,7 +421,7 @@ def client_routing(
         most = how["number"] * len(public) // len(private)
         how |= dict(number=min(how["number"], max(1, most)))
     positives = form_means(form, seed, expert, private, **how)
-    negatives = torch.cat([in_expert, in_seed], 1)
+    negatives = in_expert, in_seed
     if form == "evidence":
         return evidence_routing(positives, negatives, *public_units(in_seed))
     return logistic_routing(positives, negatives, form=form)

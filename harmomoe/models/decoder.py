@@ -382,6 +382,26 @@ def hidden(self: DecoderSeed, backbone: nn.Module, batch: dict) -> Tensor:
     read = _inner(backbone)(**self.inputs(backbone, *given))
     return token_mean(read.last_hidden_state.float(), self.token_mask(batch))
 
+# %% ../../nbs/models/02_decoder.ipynb #3fd2a90e
+@patch
+def shortened(
+    self: DecoderSeed,
+    batch: dict,  # from `batches`; what has no place for each token stays as it is
+    tokens: Tensor,  # int64 [B], how many of each text's are wanted, at most
+) -> dict:  # the first tokens of each text, padded on the left
+    "A batch without what the first tokens of its texts never see: what follows them."
+    present = batch["attention_mask"].sum(1)
+    kept = torch.minimum(tokens, present)
+    longest = max(int(kept.max()), 1)
+    places = torch.arange(longest) - longest + kept[:, None]  # in the text; below 0 is padding
+    columns = (places + batch["input_ids"].shape[1] - present[:, None]).clamp(min=0)
+    fill = dict(input_ids=self.padding, attention_mask=0, asked=0, labels=-100)
+    cut = {
+        name: batch[name].gather(1, columns).where(places >= 0, value)
+        for name, value in fill.items()
+    }
+    return batch | cut
+
 # %% ../../nbs/models/02_decoder.ipynb #fe527069
 def _of_one_text(logits: Tensor, labels: Tensor) -> Tensor:
     "Log likelihood of each label of one text, float32 [T], from [T, vocabulary] and [T]."

@@ -135,6 +135,16 @@ def similar_together(self: Seed, dataset: Dataset) -> Sequence[int]:
 
 
 @patch
+def shortened(
+    self: Seed,
+    batch: dict,  # from `batches`
+    tokens: Tensor,  # int64 [B], how many of each sample's are wanted, at most
+) -> dict:
+    "A batch without what the first tokens of its samples never see: of images, nothing."
+    return batch
+
+
+@patch
 @torch.no_grad()
 def embed(
     self: Seed,

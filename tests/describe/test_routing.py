@@ -155,6 +155,29 @@ def test_private_texts_have_no_more_beginnings_than_the_public_sample(
     assert asked == {10: 4, private: number} and found.vectors.isfinite().all()
 
 
+@pytest.mark.parametrize("number", [1, 2, 16])
+def test_texts_are_run_as_far_as_their_longest_beginnings(number, tiny_decoder, monkeypatch):
+    "Which changes nothing, since no token of these sees more."
+    seed, rng = open_seed(str(tiny_decoder)), np.random.default_rng(0)
+    words = [" ".join(rng.choice(["milk", "bread", "honey"], n)) for n in rng.integers(3, 12, 50)]
+    data = text_dataset([dict(text=text) for text in words], "texts")
+    run, hidden = [], seed.hidden
+
+    def counted(backbone, batch):
+        run.append(batch["attention_mask"].sum().item())
+        return hidden(backbone, batch)
+
+    monkeypatch.setattr(seed, "hidden", counted)
+    how = dict(reach="prefix", number=number, horizon=4.0, hidden=True, batch_size=7)
+    found = layer_means(seed, seed.backbone, data, **how)
+    short = sum(run)
+    run.clear()
+    monkeypatch.setattr(seed, "shortened", lambda batch, tokens: batch)
+    assert close(found, layer_means(seed, seed.backbone, data, **how))
+    assert found.shape[1] == 50 * number and short < sum(run)
+    assert short < 0.6 * sum(run) or number > 1
+
+
 # ---- means
 
 
@@ -733,6 +756,19 @@ def test_client_sends_the_mean_of_all_that_it_trained_on(
     found = client_routing("mean", tiny_seed, merged, images, chosen, pool)
     assert found.form == "mean" and not found.biases.any()
     assert close(found.vectors, means.mean(1)) and means.shape[1] == len(images) + 10 * proxies
+
+
+@pytest.mark.parametrize("form", ["logistic", "evidence"])
+def test_public_means_may_come_in_parts(form):
+    own, public = normal(3, 20, 4, random_state=0), normal(3, 30, 4, random_state=1)
+    parts = public[:, :10], public[:, 10:]
+    if form == "logistic":
+        fit = logistic_routing
+    else:
+        fit = lambda own, public: evidence_routing(own, public, *torch.ones(2, 3, 4))
+    assert same(fit(own, parts), fit(own, public))
+    with pytest.raises(ValueError, match=r"\(3, 20, 4\) and \(3, 10, 4\) and \(2, 20, 4\)"):
+        fit(own, (parts[0], parts[1][:2]))
 
 
 @each_ratio

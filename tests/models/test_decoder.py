@@ -497,6 +497,25 @@ def test_neither_company_nor_order_nor_batch_size_changes_an_answer(answer, fami
 
 
 @every_family
+def test_the_first_tokens_of_texts_are_what_is_left_of_a_shortened_batch(family):
+    seed = seed_of(family)
+    batch, wanted = only(seed, QUESTIONS), torch.tensor([3, 100, 0, 5])
+    texts = [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"])]
+    found = seed.shortened(batch, wanted)
+    kept = [text[:number] for text, number in zip(texts, wanted.tolist())]
+    assert found["input_ids"].shape[1] == max(map(len, kept)) == len(texts[1])
+    for row, text in enumerate(kept):
+        real = found["attention_mask"][row].bool()
+        assert torch.equal(found["input_ids"][row][real], text)
+        assert not real[: len(real) - len(text)].any()  # padding is on the left
+        for name, fill in dict(input_ids=seed.padding, asked=0, labels=-100).items():
+            assert (found[name][row][~real] == fill).all()
+    assert seed.shortened(batch, torch.zeros(4).long())["input_ids"].shape == (4, 1)
+    whole = seed.shortened(batch, torch.full((4,), 1000))
+    assert all(torch.equal(whole[name], batch[name]) for name in ("input_ids", "asked", "labels"))
+
+
+@every_family
 def test_positions_count_from_the_first_real_token(family):
     "Rotary embeddings forgive a shift; a limit on positions would not."
     seed, seen = seed_of(family), []
