@@ -36,9 +36,8 @@ def public_components(
     in_seed: Tensor,  # float32 [layers, N, s], `form_means` of public samples in the seed
 ) -> tuple[Tensor, Tensor]:  # float32: center [layers, s] and axes [layers, k, s]
     "What samples are looked at by, for `in_components`."
-    exact = in_seed.double()
-    axes = [torch.from_numpy(_axes(layer.numpy())) for layer in exact]
-    return exact.mean(1).float(), torch.stack(axes).float()
+    axes = [torch.from_numpy(_axes(layer.double().numpy())) for layer in in_seed]
+    return in_seed.mean(1, dtype=torch.float64).float(), torch.stack(axes).float()
 
 # %% ../../nbs/describe/05_densities.ipynb #de510009
 EACH = 8  # samples for each component: with fewer, single samples show in what is sent
@@ -61,8 +60,9 @@ def density_routing(
     axes: Tensor,  # float32 [layers, k, s], from `public_components`
 ) -> RoutingVectors:
     "The density of a domain, for each layer."
-    given = zip(samples.double(), center.double(), axes.double())
-    packed = [torch.from_numpy(_normal(in_components(*layer).numpy())) for layer in given]
+    given = zip(samples, center.double(), axes.double())
+    looks = (in_components(z.double(), *units).numpy() for z, *units in given)
+    packed = [torch.from_numpy(_normal(u)) for u in looks]
     return RoutingVectors(torch.stack(packed).float(), torch.zeros(len(packed)), "density")
 
 

@@ -444,8 +444,8 @@ def log_ratios(
     """The logit of each sample in each layer, as a router takes it that looks at nothing but
     means: for the form "evidence", the mean over all layers so far; for "density", its log."""
     if routing.form == "density":
-        given = zip(means.double(), *(unit.double() for unit in units), routing.vectors.double())
-        looks = ((in_components(z, *unit), unpacked(w[None])) for z, *unit, w in given)
+        given = zip(means, *(unit.double() for unit in units), routing.vectors.double())
+        looks = ((in_components(z.double(), *unit), unpacked(w[None])) for z, *unit, w in given)
         return torch.stack([log_density(u, *density)[:, 0] for u, density in looks])
     if routing.form != "evidence":
         given = zip(means, routing.vectors, routing.biases)
