@@ -116,14 +116,14 @@ def _in_order(seed: Seed, data: Dataset, reach: str, number: int) -> tuple[Tenso
 
 def _looked_at(
     seed: Seed, batch: dict, reach: str, rows: Tensor, tokens: Tensor | None, *how
-) -> tuple[dict, dict]:
+) -> tuple[dict, Tensor, Tensor]:
     "A batch as far as it is looked at; what its tokens count, and the places of their means."
     if tokens is None:
-        return batch, dict(mask=seed.token_mask(batch, reach), places=rows)
+        return batch, seed.token_mask(batch, reach), rows
     places = (rows[:, None] * how[0] + torch.arange(how[0])).flatten()
     batch = seed.shortened(batch, _lengths(tokens[rows], rows, how[0]).amax(1))
     mask = beginnings(seed.token_mask(batch, reach), *how, rows, tokens[rows])
-    return batch, dict(mask=mask, places=places)
+    return batch, mask, places
 
 # %% ../../nbs/describe/04_routing.ipynb #e51d0004
 @torch.no_grad()
@@ -147,7 +147,6 @@ def layer_means(
     data, now = _reached(data, reach), {}
     order, tokens = _in_order(seed, data, reach, number)
     batches = seed.batches(data.select(order.tolist()), batch_size=batch_size)
-    # as the router that looks at it computes it
     statistic = (token_moments if hidden else _mean_and_spread) if spread else token_mean
     size = (seed.width + hidden * seed.hidden_width) * (1 + spread)
     means = torch.empty(len(seed.layers), len(data) * max(number, 1), size)
@@ -157,13 +156,14 @@ def layer_means(
     try:
         rows_of = order.split(batches.batch_size)
         for batch, rows in zip(tqdm(batches, progress, disable=not progress), rows_of):
-            batch, seen = _looked_at(seed, batch, reach, rows, tokens, number, horizon)
-            now.update(seen)
+            looked = _looked_at(seed, batch, reach, rows, tokens, number, horizon)
+            batch, now["mask"], now["places"] = looked
             seed.hidden(backbone, batch)
     finally:
         for handle in handles:
             handle.remove()
-    check_finite(dict(representations=means), "the model")
+    for layer in means:  # a check copies what it looks at
+        check_finite(dict(representations=layer), "the model")
     return means
 
 # %% ../../nbs/describe/04_routing.ipynb #0559f490
