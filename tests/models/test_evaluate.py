@@ -285,7 +285,7 @@ def test_any_letter_may_be_the_answer_where_the_number_of_choices_is_not_to_tell
     model, spaces = Model(seed, seed.backbone), dict(own=ABC, joint=letters)
     found = measure_spaces(model, QUESTIONS, spaces, any_letter=["joint"])
     assert found == dict(own=Accuracy(2, 4), joint=Accuracy(0, 4))
-    assert scored == [[2, 2, 3, 3], [5, 5, 5, 5]]  # similar lengths together
+    assert scored == [[3, 3, 2, 2], [5, 5, 5, 5]]  # similar lengths together, the longest first
     assert measure_spaces(model, QUESTIONS, spaces)["joint"] == found["own"]
 
 
