@@ -228,9 +228,20 @@ def relevance(self: Client) -> Relevance:
 
 # %% ../../nbs/client/03_client.ipynb #8e87b326
 @patch(as_prop=True)
+def random_proxies(self: Client) -> ProxySet:
+    "Public samples at random, other ones for each name."
+    public, number = self.public, self.public.config.proxies.number
+    alike = np.ones((len(public.pool.train), 1))  # no embeddings are looked at
+    how = dict(random_state=self.random_state, pool_fingerprint=public.fingerprint)
+    return select_proxies(alike, alike[:, 0], number, method="random", **how)
+
+
+@patch(as_prop=True)
 def proxies(self: Client) -> ProxySet:
     "The public samples that stand for the private ones."
     public, settings = self.public, self.public.config.proxies
+    if settings.selection == "random":
+        return self.random_proxies
     chosen = settings.number, settings.candidates, settings.selection
     draw = self.random_state
 

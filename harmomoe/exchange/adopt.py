@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from fastcore.basics import patch
 
@@ -24,7 +23,7 @@ from ..bundle.files import ADAPTER, write_bundle
 from ..client.client import Client
 from ..data.domains import Domain, fingerprint
 from ..data.texts import text_dataset
-from ..describe.proxies import ProxySet, select_proxies
+from ..describe.proxies import ProxySet
 from ..describe.public import Public
 from ..describe.routing import RoutingVectors
 from .convert import Expert, write_adapter
@@ -48,14 +47,6 @@ def average_others(
     return averaged, [replace(expert, others={}) for expert in experts]
 
 # %% ../../nbs/exchange/04_adopt.ipynb #78009507
-def _random_proxies(client: Client) -> ProxySet:
-    "Random public samples, other ones for each name."
-    public, number = client.public, client.public.config.proxies.number
-    alike = np.ones((len(public.pool.train), 1))  # no embeddings are looked at
-    how = dict(random_state=client.random_state, pool_fingerprint=public.fingerprint)
-    return select_proxies(alike, alike[:, 0], number, method="random", **how)
-
-
 @dataclass(frozen=True, eq=False)
 class AdoptedClient(Client):
     "A client whose expert was trained elsewhere."
@@ -75,7 +66,7 @@ class AdoptedClient(Client):
     @property
     def proxies(self) -> ProxySet:
         "As any client's where the server will learn from them, else random ones."
-        return super().proxies if self.public.config.finetune.epochs else _random_proxies(self)
+        return super().proxies if self.public.config.finetune.epochs else self.random_proxies
 
     def bundle(
         self,
@@ -152,7 +143,7 @@ class NamedClient(AdoptedClient):
     @property
     def proxies(self) -> ProxySet:
         "Random public samples."
-        return _random_proxies(self)
+        return self.random_proxies
 
     def routing_of(self, form: str) -> RoutingVectors:
         "Random numbers, other ones for each name."

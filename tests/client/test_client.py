@@ -205,7 +205,7 @@ def test_selection_is_kept_and_another_stands_beside_it_when_something_that_it_d
     others = {"finetune.epochs": 1, "expert.epochs": 1, "router.top_k": 2, "expert.rank": 9}
     assert chosen(**others) == (first, []) and stamps(folder) == before
     assert chosen(**{"proxies.number": 11}) == (first[:11], ["proxies"])
-    for change in ({"proxies.selection": "random"}, {"proxies.candidates": 30}):
+    for change in ({"proxies.selection": "similarity"}, {"proxies.candidates": 30}):
         assert chosen(**change)[1] == ["proxies"]
     for change in ({"random_state": 1}, {"relevance.negatives": 50}):
         assert chosen(**change)[1] == ["relevance", "proxies"]
@@ -219,7 +219,9 @@ def test_selection_is_kept_and_another_stands_beside_it_when_something_that_it_d
 
 def test_a_selection_by_chance_needs_no_more_than_the_pool_and_says_who_drew(tiny, tmp_path):
     found = client_of(tiny, tmp_path, {"proxies.selection": "random"})
-    assert found.proxies.method == "random"
+    with stages_run() as ran:
+        assert found.proxies.method == "random"
+    assert not ran and not any(tmp_path.iterdir())
     assert found.proxies.settings["random_state"] == found.random_state
     assert found.proxies.pool_fingerprint == tiny.public.fingerprint
 
