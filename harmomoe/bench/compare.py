@@ -193,10 +193,11 @@ def run_rows(
     folder = Path(folder)
     for row in rows:
         check_row(row, source)
-    for row in {row.config.random_state: row for row in rows}.values():
-        replace(public_of(row, source, folder), engine=engine).embeddings
     different = list(dict.fromkeys(rows))
     missing = [row for row in different if not find_row(row, source, folder, split)]
+    embedding = [row for row in missing if find_method(row.method).adjust(row.config).embeds]
+    for row in {row.config.random_state: row for row in embedding}.values():
+        replace(public_of(row, source, folder), engine=engine).embeddings
     tasks = {row: (run_row, row, source, folder, split) for row in different}
     # these train by themselves, and long
     alone = [r for r in missing if isinstance(find_method(r.method), (Rounds, AllData))]

@@ -92,7 +92,8 @@ def _at_work(experiment: Experiment) -> list[Client]:
     "The clients. What takes long of their work is done, if the engine is not this process alone."
     source, engine = experiment.source, experiment.engine
     if engine != Local():
-        experiment.public.embeddings  # once, for all
+        if experiment.config.embeds:
+            experiment.public.embeddings  # once, for all
         row = Row(harmomoe.name, experiment.config)
         engine.run(client_tasks([row], source, experiment.folder), "clients", source.gpus)
     return list(experiment.clients.values())

@@ -280,6 +280,12 @@ def looks(
 
 
 @patch(as_prop=True)
+def embeds(self: Config) -> bool:
+    "Whether any client looks at embeddings of the pool."
+    return self.proxies.selection != "random" or self.gate.epochs > 0 or self.privacy.wanted
+
+
+@patch(as_prop=True)
 def told(self: Config) -> dict:
     "All fields, nested, without those of `LATER` whose value says what was so before they came."
     found = asdict(self)

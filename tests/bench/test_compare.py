@@ -186,6 +186,14 @@ def test_rows_of_several_random_states_share_what_is_public(source, tiny, tmp_pa
     assert built.count("embeddings") == 1 + 3  # pool and clients
 
 
+def test_nothing_is_embedded_where_proxies_are_drawn_at_random(source, tiny, tmp_path):
+    config = changed(tiny.settings, {"proxies.selection": "random", "finetune.epochs": 1})
+    with stages_run() as built:
+        run_rows([Row(name, config) for name in ("btm", "harmomoe")], source, tmp_path)
+    assert built.count("expert") == 3 + 3 * config.expert.proxies
+    assert not [name for name in built if "embeddings" in name or name == "relevance"]
+
+
 def test_row_is_made_again_when_data_change_that_the_method_uses(tiny, tmp_path):
     "The routers of CoMiGS are trained on validation splits."
     config = changed(tiny.settings, {"expert.epochs": 1, "finetune.epochs": 1})
@@ -290,8 +298,7 @@ def test_published_rows_need_no_work_where_they_are_unpacked(
     assert read_rows(file, folder) == 0
     with stages_run() as built:
         assert run_rows(lines, source, folder) == compared[1]
-    assert set(built) <= {"embeddings-shard", "embeddings"}  # of the pool
-    assert not (folder / "clients").exists()
+    assert not built and [path.name for path in folder.iterdir()] == ["rows"]
 
 
 def test_only_finished_rows_are_published(compared, lines, source, tiny, tmp_path):
