@@ -45,9 +45,7 @@ def test_shares_are_whole_and_domains_in_their_order(ran):
     assert ran["shares"].sum(axis=1).tolist() == pytest.approx([100, 100, 100])
 
 
-def test_at_once_every_layer_takes_the_last_ones_decision(
-    ran, parameters, tiny_benchmark, torch_settings
-):
+def test_at_once_every_layer_takes_the_last_ones_decision(ran, parameters, tiny_benchmark):
     experiment = ran["open_experiment"](
         "oracles", texts=False, **{k: v for k, v in parameters.items() if k != "random_states"}
     )

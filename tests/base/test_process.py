@@ -46,13 +46,13 @@ def settings():
     return torch.get_float32_matmul_precision(), torch.backends.cuda.flash_sdp_enabled()
 
 
-def test_products_are_as_exact_as_float32_whatever_the_processor(torch_settings):
+def test_products_are_as_exact_as_float32_whatever_the_processor():
     faster_cpu()
     a, b = torch.randn(2, 300, 768, generator=torch.Generator().manual_seed(1))
     assert (a @ b.T - (a.double() @ b.T.double())).abs().max() < 1e-3
 
 
-def test_onednn_is_turned_on_only_where_it_wins(torch_settings, monkeypatch):
+def test_onednn_is_turned_on_only_where_it_wins(monkeypatch):
     before = settings()
     assert faster_cpu(onednn=False) is False and settings() == before
     for wins in (False, True):
@@ -72,7 +72,7 @@ def test_onednn_is_turned_on_only_where_it_wins(torch_settings, monkeypatch):
     ],
 )
 def test_the_kind_of_processor_decides_and_not_how_busy_it_is(
-    says, capability, error, wins, torch_settings, monkeypatch
+    says, capability, error, wins, monkeypatch
 ):
     monkeypatch.setattr(process, "_processor", lambda: says)
     monkeypatch.setattr(process, "get_cpu_capability", lambda: capability)
@@ -87,7 +87,7 @@ def test_the_kind_of_processor_decides_and_not_how_busy_it_is(
     assert faster_cpu() is wins
 
 
-def test_trying_onednn_leaves_the_precision_as_it_was(torch_settings):
+def test_trying_onednn_leaves_the_precision_as_it_was():
     torch.set_float32_matmul_precision("high")
     assert process._onednn_wins() in (True, False)
     assert torch.get_float32_matmul_precision() == "high"

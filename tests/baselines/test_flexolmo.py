@@ -78,6 +78,7 @@ def test_what_the_server_alone_decides_trains_nothing_anew_and_what_an_expert_de
     play, tiny, tmp_path
 ):
     folder = shutil.copytree(play("flexolmo").work / "a", tmp_path / "a")
+    public_of(tiny).means("mean")  # everybody has them; whether this process has depends on others
     for changes, wanted in (
         ({}, []),
         ({"router.top_k": 2, "router.form": "moments", "finetune.epochs": 7}, []),
