@@ -74,9 +74,12 @@ def total_epsilon(
     if sum(means) > LARGEST or any(1 / (2 * one.noise**2) > LARGEST for one in mechanisms):
         return math.inf
     accountant = PLDAccountant(value_discretization_interval=STEP)
+    if precision := sum(one.sums / one.noise**2 for one in mechanisms if one.rate == 1):
+        accountant.compose(GaussianDpEvent(precision**-0.5))
     for one in mechanisms:
-        event = PoissonSampledDpEvent(one.rate, GaussianDpEvent(one.noise))
-        accountant.compose(event, one.sums)
+        if one.rate < 1:
+            event = PoissonSampledDpEvent(one.rate, GaussianDpEvent(one.noise))
+            accountant.compose(event, one.sums)
     return accountant.get_epsilon(delta)
 
 # %% ../../nbs/config/02_accounting.ipynb #a1489c8b

@@ -668,7 +668,7 @@ def test_it_changes_one_map_alone(from_means):
 
 @pytest.mark.parametrize("factors", ["means", "lda"])
 def test_with_next_to_no_noise_it_names_its_classes(factors, tiny, tmp_path):
-    changes = MEANS | {"privacy.epsilon": 1000, "privacy.secure": False, "expert.rank": 8}
+    changes = MEANS | {"privacy.epsilon": 60, "privacy.secure": False, "expert.rank": 8}
     changes |= {"privacy.factors": factors}
     public = tiny.public.with_config(changed(tiny.settings, changes))
     client = Client(public, tiny.a, tmp_path / "a")

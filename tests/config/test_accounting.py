@@ -8,8 +8,12 @@ from scipy.stats import norm
 
 pytest.importorskip("dp_accounting")
 
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from dp_accounting.pld import PLDAccountant
+
 from harmomoe.config import accounting
 from harmomoe.config.accounting import (
+    STEP,
     Mechanism,
     budget,
     calibrated,
@@ -35,12 +39,24 @@ def test_one_sum_is_the_analytic_gaussian_mechanism(sigma):
     assert DELTA * 0.97 <= delta_of_one_sum(sigma, epsilon) <= DELTA
 
 
-def test_sums_over_all_samples_add_up_in_inverse_squares():
+def test_sums_over_all_samples_are_what_their_convolution_is():
     parts = Mechanism(4.0, sums=3), Mechanism(2.0), Mechanism(5.0, rate=1.0)
-    one = (3 / 16 + 1 / 4 + 1 / 25) ** -0.5
-    assert total_epsilon(parts, DELTA) == pytest.approx(
-        total_epsilon((Mechanism(one),), DELTA), rel=2e-3
-    )
+    accountant = PLDAccountant(value_discretization_interval=STEP)
+    for one in parts:
+        accountant.compose(GaussianDpEvent(one.noise), one.sums)
+    together = total_epsilon(parts, DELTA)
+    assert together == pytest.approx(accountant.get_epsilon(DELTA), rel=2e-3)
+    assert delta_of_one_sum((3 / 16 + 1 / 4 + 1 / 25) ** -0.5, together) <= DELTA
+
+
+def test_sums_over_all_samples_and_over_batches_add_up():
+    whole, batches = Mechanism(4.0, sums=3), Mechanism(1.5, 0.1, 40)
+    accountant = PLDAccountant(value_discretization_interval=STEP)
+    accountant.compose(PoissonSampledDpEvent(0.1, GaussianDpEvent(1.5)), 40)
+    accountant.compose(GaussianDpEvent(4.0), 3)
+    found = total_epsilon((whole, batches), DELTA)
+    assert found == pytest.approx(accountant.get_epsilon(DELTA), rel=2e-3)
+    assert found == total_epsilon((batches, whole), DELTA) > total_epsilon((batches,), DELTA)
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.5])
