@@ -14,7 +14,7 @@ TABLES = Path(__file__).resolve().parent.parent / "nbs" / "experiments" / "text_
 ABLATIONS = {"selection", "context", "proxies-in-training", "final-fine-tuning", "router"}
 FIGURES = {"methods", "ablations", "kept", "routing"}
 # an ablation, the single experts, ours, and those that have a page of their own or are expensive
-MORE = {"flexolmo_random", "expert", "harmomoe", "unrestricted_proxies"}
+MORE = {"flexolmo_random", "expert", "harmomoe"}
 MORE |= {"ties_dense", "dare_dense", "btx_ties", "btx_dare", "perplexity", "task_vector"}
 PAPERS = "harmomoe, paper's router"
 SETTINGS = "proxies.number=6, expert.rank=4, expert.warmup_steps=0, expert.learning_rate=3e-3"
