@@ -90,7 +90,7 @@ def means(
         np.save(partial / "means.npy", found.numpy())
 
     path = stage(Path(self.folder, f"means-{digest(inputs)[:12]}"), "means", inputs, build)
-    return torch.from_numpy(np.load(path / "means.npy"))
+    return torch.from_numpy(np.load(path / "means.npy", mmap_mode="c"))  # may be large
 
 
 @patch

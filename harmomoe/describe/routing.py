@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..base.schema import all_finite, one_line, read_tensors
+from ..base.tensors import roomy
 from ..data.samples import expert_data
 from ..models.seed import Seed
 from ..models.training import check_finite
@@ -140,8 +141,8 @@ def layer_means(
     horizon: float = 0.0,  # of the beginnings, as for `beginnings`
     progress: str = "",  # what a progress bar says; empty: none
 ) -> Tensor:  # float32 [layers, n, d], with spread [layers, n, 2 d], or 2 (d + m); on the CPU
-    """The samples' means at the input of each FFN. Raises `FloatingPointError` if one is not
-    finite, and `ValueError` for spreads of beginnings."""
+    """The samples' means at the input of each FFN, see `roomy`. Raises `FloatingPointError` if one
+    is not finite, `ValueError` for spreads of beginnings, and `OSError` if there is no room."""
     if number and spread:
         raise ValueError("spreads are those of whole contexts: leave number at 0.")
     data, now = _reached(data, reach), {}
@@ -149,7 +150,7 @@ def layer_means(
     batches = seed.batches(data.select(order.tolist()), batch_size=batch_size)
     statistic = (token_moments if hidden else _mean_and_spread) if spread else token_mean
     size = (seed.width + hidden * seed.hidden_width) * (1 + spread)
-    means = torch.empty(len(seed.layers), len(data) * max(number, 1), size)
+    means = roomy((len(seed.layers), len(data) * max(number, 1), size), "the samples' means")
     given = seed, hidden, _weighted if number else statistic, now, means
     ffns = map(backbone.get_submodule, seed.layers)
     handles = [ffn.register_forward_pre_hook(_noting(i, *given)) for i, ffn in enumerate(ffns)]

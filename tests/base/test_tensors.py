@@ -2,12 +2,16 @@
 
 import os
 import shutil
+import tempfile
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from harmomoe.base.tensors import NAMES, stored_tensors, write_tensors
+import harmomoe.base.tensors as tensors_module
+from harmomoe.base.tensors import NAMES, roomy, stored_tensors, write_tensors
 
 
 class Pieces:
@@ -89,3 +93,34 @@ def test_what_is_no_such_file_is_refused(tmp_path):
         stored_tensors(tmp_path / "file")
     with pytest.raises(ValueError, match="complex64"):
         write_tensors(tmp_path / "other", dict(x=torch.ones(2, dtype=torch.complex64)))
+
+
+def test_a_large_tensor_is_a_file_without_a_name_that_goes_with_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(tensors_module, "IN_MEMORY", 4 * 24)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    small, large = roomy((2, 3, 4), "they"), roomy((2, 3, 5), "they")
+    assert not isinstance(small.numpy().base, np.memmap)
+    assert large.dtype == torch.float32 and large.shape == (2, 3, 5)
+    kept = f"/proc/{os.getpid()}/maps"
+    if os.path.exists(kept):
+        assert f"{tmp_path}/" in open(kept).read()
+    large[:] = torch.arange(30).reshape(2, 3, 5)
+    part = large[1]
+    del large
+    assert part.flatten().tolist() == list(range(15, 30)) and not os.listdir(tmp_path)
+    del part
+    if os.path.exists(kept):
+        assert f"{tmp_path}/" not in open(kept).read()
+
+
+def test_a_large_tensor_needs_room_on_the_disk(monkeypatch, tmp_path):
+    monkeypatch.setattr(tensors_module, "IN_MEMORY", 0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1_234_567_890))
+    said = (
+        rf"the means take 4 GB, but {tmp_path} has 1.23 GB free: set TMPDIR to a folder on a larger"
+    )
+    with pytest.raises(OSError, match=said):
+        roomy((10**9,), "the means")
+    roomy((10**3,), "the means")
+    assert not os.listdir(tmp_path)

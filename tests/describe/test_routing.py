@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from scipy.optimize import minimize
 
+import harmomoe.base.tensors as tensors_module
 import harmomoe.describe.routing as routing_module
 from harmomoe.base.process import seeded
 from harmomoe.data.texts import text_dataset
@@ -245,6 +246,17 @@ def test_layer_means_are_those_of_what_enters_each_ffn_whatever_the_batch(
         assert both.dtype == torch.float32 and both.shape == (2, 30, 128)
         assert torch.equal(both[..., :64], means)
         assert np.allclose(both[..., 64:], spread(z, 2), atol=1e-5)
+
+
+def test_layer_means_are_the_same_in_memory_and_in_a_file(tiny_seed, images, monkeypatch):
+    in_memory = layer_means(tiny_seed, tiny_seed.backbone, images, 7, spread=True)
+    monkeypatch.setattr(tensors_module, "IN_MEMORY", 0)
+    in_file = layer_means(tiny_seed, tiny_seed.backbone, images, 7, spread=True)
+    assert torch.equal(in_memory, in_file)
+    ratio = logistic_routing(in_file[:, :20], in_file[:, 20:])
+    assert torch.equal(
+        ratio.vectors, logistic_routing(in_memory[:, :20], in_memory[:, 20:]).vectors
+    )
 
 
 def test_backbones_have_means_of_their_own(expert, merged, tiny_seed, images):
