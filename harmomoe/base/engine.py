@@ -127,7 +127,7 @@ def _shared(tasks: list[tuple], put: Callable) -> Iterator[list]:
         yield ready
 
 # %% ../../nbs/base/04_engine.ipynb #90069d5d
-def _connected(address: str) -> ModuleType:
+def _connected(address: str, **options) -> ModuleType:  # options of `ray.init`
     "Ray, connected until this process ends. Raises as `Ray.run`."
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
     # workers started here do the work, and need not step back behind everybody, as Ray has it
@@ -135,13 +135,18 @@ def _connected(address: str) -> ModuleType:
     import ray
 
     if not ray.is_initialized():
-        how = dict(include_dashboard=False, log_to_driver=False, logging_level="warning")
-        try:
-            ray.init(address or None, **how)
-        except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
-            where = address or os.environ.get("RAY_ADDRESS", "this machine")
-            said = str(error).splitlines()[0][:200]
-            raise ConnectionError(f"there is no Ray cluster at {where}: {said}") from None
+        how = dict(include_dashboard=False, log_to_driver=False, logging_level="warning") | options
+        for attempts_left in (1, 0):
+            try:
+                ray.init(address or None, **how)
+                break
+            except Exception as error:  # for a slow start Ray raises no class of its own
+                slow = "timed out during startup" in str(error)  # it gives a machine half a minute
+                if slow and attempts_left:
+                    continue
+                where = address or os.environ.get("RAY_ADDRESS", "this machine")
+                said = (str(error) or type(error).__name__).splitlines()[0][:200]
+                raise ConnectionError(f"there is no Ray cluster at {where}: {said}") from None
     return ray
 
 # %% ../../nbs/base/04_engine.ipynb #bbf74354

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from harmomoe.base.engine import Local, Processes, Ray, read_engine
+from harmomoe.base.engine import Local, Processes, Ray, _connected, read_engine
 
 ENGINES = Local(), Processes(2), Ray("local")
 engines = pytest.mark.parametrize("engine", ENGINES, ids=["local", "processes", "ray"])
@@ -22,11 +22,9 @@ def cluster():
     except ImportError:
         yield
         return
-    os.environ["RAY_worker_niceness"] = "0"  # as in `_connected`
-    how = dict(include_dashboard=False, log_to_driver=False, object_store_memory=1 << 27)
     ray.shutdown()  # of other tests
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker could import it
-    ray.init("local", num_cpus=2, **how)
+    _connected("local", num_cpus=2, object_store_memory=1 << 27)
     yield
     ray.shutdown()
 
@@ -168,6 +166,25 @@ def test_a_cluster_that_is_not_there(monkeypatch):
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(ConnectionError, match="there is no Ray cluster at 10.0.0.1:6379"):
         Ray("10.0.0.1:6379").run([(late, 1, 0)], "nobody")
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_a_slow_start_is_tried_twice(slow, monkeypatch):
+    ray, tried = pytest.importorskip("ray"), []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+    def init(address, **how):
+        tried.append(address)
+        if len(tried) <= slow:
+            raise Exception("The current node timed out during startup. This could happen because")
+
+    monkeypatch.setattr(ray, "init", init)
+    if slow == 1:
+        assert _connected("local") is ray
+    else:
+        with pytest.raises(ConnectionError, match="at local: The current node timed out"):
+            _connected("local")
+    assert tried == ["local", "local"]
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def test_another_seed_is_asked_again(public, monkeypatch):
 
 def test_damaged_files_are_made_again(public):
     before = everything(public)
-    wanted = [np.array(each) for each in before[1:]]  # copies: files stay mapped into memory
+    wanted = [np.asarray(each).copy() for each in before[1:]]  # files stay mapped into memory
     for file in public.folder.rglob("*.npy"):
         file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
     with stages_run() as ran:
