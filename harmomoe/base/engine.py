@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib.util import find_spec
+from multiprocessing.context import BaseContext
 from types import ModuleType
 
 import torch
@@ -71,9 +72,11 @@ def end_with_parent() -> None:
     threading.Thread(target=_wait_for_end, daemon=True).start()
 
 
-def _worker(onednn: bool) -> None:
+def _worker(onednn: bool, environment: dict) -> None:
     "How a worker of `Processes` starts."
     end_with_parent()
+    os.environ.clear()  # a fork has that of the first tasks' time
+    os.environ.update(environment)
     _quiet_worker(onednn)
 
 
@@ -82,6 +85,16 @@ def _chosen() -> bool:
     return torch.get_float32_matmul_precision() == "medium"
 
 # %% ../../nbs/base/04_engine.ipynb #a2e7259c
+def _start_method() -> BaseContext:
+    "How workers come into being."
+    if sys.platform != "linux" or torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    imported = (name for name in sys.modules if name.partition(".")[0] == "harmomoe")
+    context.set_forkserver_preload(sorted(imported))  # is looked at when the server starts
+    return context
+
+
 @dataclass(frozen=True)
 class Processes(Engine):
     "Several processes of this machine, of one thread each."
@@ -90,9 +103,9 @@ class Processes(Engine):
 
     def run(self, tasks: list[tuple], label: str, gpus: float = 0) -> list:
         "As every engine."
-        results, spawn = [None] * len(tasks), multiprocessing.get_context("spawn")
+        results, told = [None] * len(tasks), (_chosen(), dict(os.environ))
         bar = tqdm(total=len(tasks), desc=label, smoothing=0)
-        with bar, ProcessPoolExecutor(self.number, spawn, _worker, (_chosen(),)) as pool:
+        with bar, ProcessPoolExecutor(self.number, _start_method(), _worker, told) as pool:
             futures = {pool.submit(*task): index for index, task in enumerate(tasks)}
             try:
                 for future in as_completed(futures):

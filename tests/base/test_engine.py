@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from harmomoe.base.engine import Local, Processes, Ray, _connected, read_engine
 
@@ -96,6 +97,22 @@ def test_an_error_is_said_before_what_still_runs_has_ended(tmp_path, monkeypatch
     with pytest.raises(ValueError, match="^so it is[.]$"):
         Processes(2).run([(until, tmp_path / "said"), (failing, "so it is.")], "failing")
     assert (tmp_path / "said-seen").exists()
+
+
+def surroundings(name):
+    return os.getppid(), os.environ.get(name)
+
+
+def test_workers_have_todays_environment_and_need_no_imports_again(monkeypatch):
+    found = []
+    for value in (None, "set", "changed"):
+        if value:
+            monkeypatch.setenv("HARMOMOE_TEST", value)
+        found += Processes(2).run([(surroundings, "HARMOMOE_TEST")], "surroundings")
+    assert [value for _, value in found] == [None, "set", "changed"]
+    if sys.platform == "linux" and not torch.cuda.is_available():  # all are forks of one process
+        [server] = {parent for parent, _ in found}
+        assert server != os.getpid()
 
 
 WAITING = """

@@ -55,9 +55,9 @@ def test_batches_of_any_size(tiny_seed, tmp_path, number):
 @pytest.mark.parametrize(
     "settings",
     [
-        dict(top_k=1, norm_topk_prob=True),
+        dict(top_k=1, norm_topk_prob=True, form="evidence"),
         dict(top_k=3, form="mean", lam=0.3),
-        dict(cumulative=True),
+        dict(cumulative=True, form="moments"),
     ],
 )
 def test_every_kind_of_choice(tiny_seed, tmp_path, settings):
