@@ -110,11 +110,14 @@ def expert(self: AnchoredClient) -> Path:
     )
 
     def build(partial):
-        model = anchored_pair(public, domain.name, self.start())
+        checkpoint = Checkpoint(unfinished(partial))
+        lines = torch.zeros(len(public.seed.layers), public.seed.width)
+        if not checkpoint.read():  # a training that is taken up brings its own lines
+            lines = self.start()
+        model = anchored_pair(public, domain.name, lines)
         classes = union_label_space(domain.classes, public.pool.classes)
         label = public.label(f"anchored expert {domain.name}")
         given = labelled(domain.train), classes, config.expert, config.random_state, label
-        checkpoint = Checkpoint(unfinished(partial))
         losses = train(public.seed, model.backbone, *given, checkpoint=checkpoint)
         save_half(partial, model, config.expert)
         return dict(losses=losses)
