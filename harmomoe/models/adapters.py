@@ -20,10 +20,11 @@ from fastcore.basics import patch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..base.schema import STRICT, check_names, read_tensors
+from ..base.schema import STRICT, read_tensors
 from .model import Model
 from .seed import Seed
 from .training import check_finite
+from .unified import check_experts
 from .weights import open_seed
 
 # %% ../../nbs/models/10_adapters.ipynb #c6fd7662
@@ -94,11 +95,9 @@ class AdapterFacts:
     attention: list[str] = field(default_factory=list)
 
     def __post_init__(self):
-        if not 0 < len(self.experts) == len(self.ranks) == len(self.scales):
-            raise ValueError("experts, ranks and scales must be as many, and at least one")
-        if min(self.ranks) < 1 or not all(0 <= scale < math.inf for scale in self.scales):
-            raise ValueError("ranks must be positive, and scales finite and not negative")
-        check_names(self.experts)
+        check_experts(self.experts, self.ranks, self.scales)
+        if not all(self.ranks):
+            raise ValueError("ranks must be positive")
         if not 1 <= self.top_k <= len(self.experts):
             known = f"1 to {len(self.experts)}, the number of adapters"
             raise ValueError(f"top_k is {self.top_k}, but must be {known}")

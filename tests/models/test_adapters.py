@@ -139,7 +139,7 @@ def test_tensors_that_do_not_belong_are_refused(change, said, model, tmp_path):
         (dict(experts=["a", "b", "../c"]), "c"),
         (dict(experts=["a", "b", "b"]), "b"),
         (dict(ranks=[1, 3, 0]), "ranks must be positive"),
-        (dict(scales=[1.0, 1.0, -1.0]), "scales finite and not negative"),
+        (dict(scales=[1.0, 1.0, -1.0]), "must be finite, and not be negative"),
         (dict(top_k=4), "top_k is 4, but must be 1 to 3"),
         (dict(top_k=0), "top_k is 0"),
         (dict(temperature=0.0), "temperature is 0.0, but must be positive"),
