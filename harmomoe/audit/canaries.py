@@ -20,6 +20,7 @@ from .signals import Attacker
 from ..bundle.files import Bundle
 from ..data.domains import Domain
 from ..data.images import labels_of
+from ..data.samples import with_column
 from ..describe.public import Public
 
 # %% ../../nbs/audit/03_canaries.ipynb #e43aadda
@@ -34,7 +35,7 @@ def mislabelled(
     own, classes = labels_of(data), len(feature.names)
     away = np.random.default_rng(random_state).integers(1, classes, len(own))
     wrong = (own + away) % classes
-    return data.remove_columns("label").add_column("label", wrong).cast(data.features)
+    return with_column(data, "label", wrong).cast(data.features)
 
 
 def coins(

@@ -33,6 +33,7 @@ from harmomoe.data.images import (
     labelled_files,
     labels_of,
 )
+from .samples import with_column
 
 # %% ../../nbs/data/04_named.ipynb #8dbbc76b
 @dataclass(frozen=True)
@@ -255,9 +256,7 @@ def _check_wnids(
 # %% ../../nbs/data/04_named.ipynb #f6fa9ce7
 def _relabel(dataset: Dataset, labels: np.ndarray, names: list[str]) -> Dataset:
     "Replaces labels and names without a copy of the images."
-    return dataset.remove_columns("label").add_column(
-        "label", labels, feature=ClassLabel(names=names)
-    )
+    return with_column(dataset, "label", labels, ClassLabel(names=names))
 
 
 def _hub_splits(

@@ -19,7 +19,7 @@ from datasets import ClassLabel, Dataset
 from .domains import SPLITS, Benchmark, Domain, load_domain
 from .glyphs import check_known, shipped_manifest
 from .images import labels_of
-from .samples import class_names
+from .samples import class_names, with_column
 
 # %% ../../nbs/data/07_scripts.ipynb #3fc16721
 # in the order of the experts
@@ -70,7 +70,7 @@ def _with_classes(domain: Domain, name: str, kept: np.ndarray) -> Domain:
         rows = dataset.select(np.flatnonzero(np.isin(labels_of(dataset), kept)))
         labels = feature.str2int(class_names(rows))
         features = rows.features | {"label": feature}
-        rows = rows.remove_columns("label").add_column("label", labels)
+        rows = with_column(rows, "label", labels)
         return rows.select_columns(list(features)).cast_column("label", feature)
 
     return Domain(name, *(select(getattr(domain, split)) for split in SPLITS))

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from ..base.schema import all_finite, one_line, read_tensors
 from ..base.tensors import roomy
-from ..data.samples import expert_data
+from ..data.samples import expert_data, with_column
 from ..models.seed import Seed
 from ..models.training import check_finite
 from harmomoe.moe.context import (
@@ -56,7 +56,7 @@ def _reached(data: Dataset, reach: str) -> Dataset:
     "Samples without what a context never sees, which need not be run: answers, if prompts count."
     if reach != "prompt" or "answer" not in data.column_names:
         return data
-    return data.remove_columns("answer").add_column("answer", [""] * len(data))
+    return with_column(data, "answer", [""] * len(data))
 
 
 def _hidden(seed: Seed, layer: int, z: Tensor) -> Tensor:

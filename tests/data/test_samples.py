@@ -1,7 +1,7 @@
 "Samples and what they are called: labels, label spaces and targets, whatever a class is called."
 
 import pytest
-from datasets import ClassLabel, Dataset, Features, Image, Value
+from datasets import ClassLabel, Dataset, Features, Image, Value, are_progress_bars_disabled
 from PIL import Image as PILImage
 
 from harmomoe.data.samples import (
@@ -13,6 +13,7 @@ from harmomoe.data.samples import (
     relabelled,
     targets_in,
     union_label_space,
+    with_column,
 )
 
 
@@ -164,3 +165,15 @@ def test_in_a_stream_every_text_stands_behind_another_one_and_all_are_there():
     assert all(stream[name].to_list() == again[name].to_list() for name in parts)
     other = in_a_stream(parts, random_state=1)
     assert any(stream[name].to_list() != other[name].to_list() for name in parts)
+
+
+def test_a_column_is_added_without_a_bar(capfd):
+    "And bars that were shown are shown afterwards."
+    chosen = Dataset.from_dict({"a": [1, 2, 3], "b": ["x", "y", "z"]}).select([2, 0])
+    found = with_column(chosen, "a", [1, 0], ClassLabel(names=["u", "v"]))
+    assert found.to_dict() == {"b": ["z", "x"], "a": [1, 0]}
+    assert found.features["a"].names == ["u", "v"] and chosen["a"][:] == [3, 1]
+    assert capfd.readouterr().err == ""
+    with pytest.raises(ValueError):
+        with_column(chosen, "c", [1])
+    assert not are_progress_bars_disabled()
