@@ -1,7 +1,16 @@
 "Samples and what they are called: labels, label spaces and targets, whatever a class is called."
 
 import pytest
-from datasets import ClassLabel, Dataset, Features, Image, Value, are_progress_bars_disabled
+from datasets import (
+    ClassLabel,
+    Dataset,
+    Features,
+    Image,
+    Value,
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
 from PIL import Image as PILImage
 
 from harmomoe.data.samples import (
@@ -167,7 +176,16 @@ def test_in_a_stream_every_text_stands_behind_another_one_and_all_are_there():
     assert any(stream[name].to_list() != other[name].to_list() for name in parts)
 
 
-def test_a_column_is_added_without_a_bar(capfd):
+@pytest.fixture(params=[True, False], ids=["shown", "hidden"])
+def bars(request):
+    "Whether `datasets` shows bars, which other tests may have changed."
+    before = are_progress_bars_disabled()
+    (enable_progress_bars if request.param else disable_progress_bars)()
+    yield request.param
+    (disable_progress_bars if before else enable_progress_bars)()
+
+
+def test_a_column_is_added_without_a_bar(bars, capfd):
     "And bars that were shown are shown afterwards."
     chosen = Dataset.from_dict({"a": [1, 2, 3], "b": ["x", "y", "z"]}).select([2, 0])
     found = with_column(chosen, "a", [1, 0], ClassLabel(names=["u", "v"]))
@@ -176,4 +194,4 @@ def test_a_column_is_added_without_a_bar(capfd):
     assert capfd.readouterr().err == ""
     with pytest.raises(ValueError):
         with_column(chosen, "c", [1])
-    assert not are_progress_bars_disabled()
+    assert are_progress_bars_disabled() is not bars
